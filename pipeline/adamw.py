@@ -8,10 +8,10 @@ sign, a second moment's by the root of the root. Codes are rounded to the neares
 A second moment far below its block's largest has the code 0. A step takes it for at least what its first moment shows:
 without rounding that bound always holds (`moment_ratio`), and with it no step explodes.
 
-A step goes through a matrix in pieces of whole blocks. Each becomes float32, is computed and is put back before the
-next, and the result does not depend on where a piece ends. A weight may be split (`pipeline.hardware.split_weights`).
-On a GPU the arithmetic is compiled, where torch can.
-Some of the coded moments, or all, may lie in main memory (`pipeline.hardware.moments_beside`).
+A step goes through a matrix in pieces of whole blocks, since a block has one scale. One piece at a time becomes
+float32, is computed and is put back, so the result does not depend on where a piece ends. A weight may be split into
+its upper half and a correction (`pipeline.hardware.split_weights`). On a GPU the arithmetic is compiled, where torch
+can. Some of the coded moments, or all, may lie in main memory (`pipeline.hardware.moments_beside`).
 """
 
 from __future__ import annotations

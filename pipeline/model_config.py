@@ -31,10 +31,11 @@ UNSET = "null"
 
 
 class Prepared(NamedTuple):
-    """A config ready to be cut. `tied`: embedding and vocabulary head were one tensor before."""
+    """A config ready to be cut. `tied`: embedding and vocabulary head were one tensor before. `text`: its JSON."""
 
     config: Config
     tied: bool
+    text: str
 
 
 def dropout_fields(config: Config) -> list[str]:
@@ -133,7 +134,7 @@ def prepare(config: Config, dropout: float = 0.0) -> Prepared:
     config._attn_implementation = None
     for name in dropout_fields(config):
         setattr(config, name, 0.0 if name == "layerdrop" else dropout)
-    return Prepared(config, tied)
+    return Prepared(config, tied, config.to_json_string(use_diff=False))
 
 
 def tiny_config(config: Config) -> Config:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.simulator.thousand_peers  # 4 stages x 256, 20 rounds, 1 % loss, twice
     python -m benchmarks.simulator.thousand_peers --stages 10 --replicas 1000 --rounds 2 --once
+    python -m benchmarks.simulator.thousand_peers --stages 2 --replicas 40 --rounds 2 --forward 1 --loss 0 --once
     python -m benchmarks.simulator.thousand_peers --replicas 64 --where  # where a call's time goes
 
 Every peer is a whole production node: routing, windows, gossip, presence. Replaced are event loop, network, device and
@@ -65,7 +66,7 @@ def simulated(options: argparse.Namespace) -> dict[str, Any]:
             refresh_s=10.0,
         ),
         network=NetworkConfig(loss=options.loss),
-        devices=DevicesConfig(forward_s=0.05),
+        devices=DevicesConfig(forward_s=options.forward),
     )
 
     class Count:
@@ -128,6 +129,7 @@ def simulated(options: argparse.Namespace) -> dict[str, Any]:
         "seconds": round(time.monotonic() - begun, 1),
         "cpu_s": round(time.process_time() - cpu, 1),
         "peak_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+        "planned_steps": setting.run.budget_samples // setting.run.samples_per_step * options.stages,
         **counts[0].events,
         **found,
     }
@@ -170,6 +172,7 @@ def main() -> int:
     parser.add_argument("--replicas", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--loss", type=float, default=0.01)
+    parser.add_argument("--forward", type=float, default=0.05, metavar="S", help="seconds of a forward pass")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--once", action="store_true", help="one process, no comparison")
     parser.add_argument("--where", action="store_true", help="profile instead, and print shares by part")
@@ -190,7 +193,8 @@ def main() -> int:
             f"{run['calls']:,} calls, {per_call:.0f} microseconds each with everything else"
         )
         rounds = f"rounds met {run['met']:,}, skipped {run['skipped']:,}, solo {run['solo']:,}"
-        print(f"  {run['virtual_s']:,} virtual seconds, {run['inner_steps']:,} inner steps; {rounds}")
+        steps = f"{run['inner_steps']:,} of {run['planned_steps']:,}"
+        print(f"  {run['virtual_s']:,} virtual seconds, {steps} inner steps; {rounds}")
         print(f"  {run['messages_lost']:,} messages lost; digest {run['digest'][:16]}")
     same = len({run["digest"] for run in runs}) == 1
     if len(runs) > 1:

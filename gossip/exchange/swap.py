@@ -31,8 +31,9 @@ showed before, to which each partner has one voice:
 - A partner that pulls back, as a mean over its last meetings, counts less, down to LEAST_PULL, unless most others pull
   back too, or there is no other. It is never refused for it: an honest partner that lags pulls back as well.
 - After SELF_DOUBT refusals in a row our guess of the median, TYPICAL, has no voice, for it may be us who are far. A
-  replica that returns with a checkpoint of some rounds ago is far from everybody: until a partner's weights have
-  counted here, a distance refuses them and blames nobody.
+  replica that returns with a checkpoint of some rounds ago is far from everybody, and so is a slow machine whose first
+  round ends after several rounds of others. Until a partner's weights have counted here, a distance blames nobody in
+  the first case, and in the second no partner whose weights have met others' later than ours.
 - Fewer than LEAST_VALUES weights only have to be finite.
 
 **Handshake.** The asker acknowledges the weights; the asked takes its step and acknowledges; then the asker steps. The
@@ -340,15 +341,23 @@ class InfluenceBound:
         """What our moves would be after a whole round of the fastest replica's inner steps."""
         self._refused = 0
         """Meetings in a row that were refused."""
-        self._behind = returned
-        """Whether our own weights may be the far ones, since no partner's have counted here yet."""
+        self._returned, self._has_counted = returned, False
+        """`_has_counted`: whether any partner's weights have counted here."""
 
-    def share(self, partner: str, deviation: Deviation, *, round_fraction: float = 1.0, only: bool = False) -> float:
+    def share(
+        self,
+        partner: str,
+        deviation: Deviation,
+        *,
+        round_fraction: float = 1.0,
+        only: bool = False,
+        behind: bool = False,
+    ) -> float:
         """Return the share of the way to a partner's weights that counts; raise Implausible where none does.
 
         `round_fraction`: our inner steps since the last outer step over those of the fastest replica in a round, above
-        0 and at most 1. `only`: our stage has no other partner. Raises another ConnectionAbortedError where we may be
-        the ones who are far.
+        0 and at most 1. `only`: our stage has no other partner. `behind`: the partner's weights have met others'
+        later than ours. Raises another ConnectionAbortedError where we may be the ones who are far.
         """
         if not math.isfinite(deviation.distance):
             raise Implausible("weights too far to measure")
@@ -373,8 +382,10 @@ class InfluenceBound:
         if ratio > (CLIP if often else REFUSE) * most:
             self._refused += 1
             far = f"weights {ratio:.3g} of a round's steps from ours, where {most:.3g} is usual"
-            raise ConnectionAbortedError(f"{far}: ours may be behind") if self._behind else Implausible(far)
-        self._behind = False
+            if (behind or self._returned) and not self._has_counted:
+                raise ConnectionAbortedError(f"{far}: ours may be behind")
+            raise Implausible(far)
+        self._has_counted = True
         if len(self._seen) > 1 or not self._in_doubt:
             self._refused = 0
         pull = 1.0 if only else self._pull(seen)

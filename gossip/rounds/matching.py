@@ -6,9 +6,10 @@ local updates* (Asynchronous Local-SGD, arXiv 2401.09135, equation 6) a replica 
 measured, and v_max as at most `LARGEST_MULTIPLE` times the lower median, for speeds are claims.
 
 All pairs of a stage's replicas are ordered by a hash of (seed, round, pair) and matched greedily, so equal rosters give
-equal pairs without a message. Beyond `GREEDY_AT_MOST` replicas each follows its own preferences, by the same hashes,
-which cannot form a cycle. A young round accepts only its first preference; otherwise replicas of equal speed would fall
-into fixed pairs. Round numbers heal within a bound that neither a liar nor many names can move (docs/design/gossip.md).
+equal pairs without a message. Beyond `GREEDY_AT_MOST` replicas each asks others in the order of their pairs' hashes. A
+pair has one hash for both, so preferences form no cycle. A young round accepts only its first preference; otherwise
+replicas of equal speed would fall into fixed pairs. The replica with the lower round number adopts its partner's,
+within a bound that neither a liar nor many false names can move (docs/design/gossip.md).
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 A replica asks partners one after the other. While it waits for an answer it declines the proposals of others, so no
 cycle of waiting can form. Both sides of a meeting send probes first, and derive from them whose weights count, how
-weights are coded, and whether slow weights need to travel. A side whose weights are too stale sends none and adopts its
-partner's, which travel in an absolute format; the partner takes no step and keeps its round open.
+weights are coded, and whether slow weights need to travel. A side whose weights are too stale sends none. It adopts the
+weights of its partner, which travel in an absolute format, and has finished its round. The partner takes no step and
+keeps its round open.
 
 A meeting that breaks is a loss: counted, recorded, and the partner is put off for a while. Nothing moves then, and our
 round stays open. The overlapped form exchanges the snapshot that was taken when the round opened. The blocking form
@@ -307,7 +308,8 @@ async def _average(exchange: _Exchange, prefetch: Prefetch) -> _Swapped:
     came = await swap(conversation, sent)
 
     heard = await optimiser.hear_fast(came.fast, snapshot, fast)
-    sides = await optimiser.bound_fast(conversation.peer, heard, snapshot)
+    behind = theirs.last_met > mine.last_met
+    sides = await optimiser.bound_fast(conversation.peer, heard, snapshot, behind=behind)
     slow_sides: Sides | None = None
     if optimiser.needs_slow:
         # Each side's slow weights have come now, or ahead of time; both decode the ones that the other holds.
@@ -318,7 +320,8 @@ async def _average(exchange: _Exchange, prefetch: Prefetch) -> _Swapped:
         else:
             raise Implausible("no slow weights, and we hold none of this version")
         ours = slow.coded if slow is not None else slow_sides.mine if given is None else given.slow.mine
-        slow_sides = await optimiser.bound_slow(conversation.peer, slow_sides._replace(mine=ours), snapshot)
+        slow_sides = slow_sides._replace(mine=ours)
+        slow_sides = await optimiser.bound_slow(conversation.peer, slow_sides, snapshot, behind=behind)
     elif came.slow:
         raise Implausible("slow weights, which gamma = beta does not need")
     step = Step(snapshot.fast, sides, slow_sides, shares=optimiser.shares(mine.inner_steps, theirs.inner_steps))

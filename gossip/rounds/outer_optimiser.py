@@ -178,20 +178,24 @@ class OuterOptimiser:
         check(theirs, own, mine.norm)
         return Sides(mine.coded, theirs)
 
-    async def bound_fast(self, partner: str, sides: Sides, snapshot: Snapshot) -> Sides:
-        """Return both sides with the share of the partner's that counts; raise Implausible where none does."""
-        return await self._compute(self._bounded, self._fast_bound, partner, sides, snapshot.fast, snapshot)
+    async def bound_fast(self, partner: str, sides: Sides, snapshot: Snapshot, *, behind: bool) -> Sides:
+        """Return both sides with the share of the partner's that counts; raise Implausible where none does.
 
-    async def bound_slow(self, partner: str, sides: Sides, snapshot: Snapshot) -> Sides:
+        `behind`: its weights have met others' later than ours; then another ConnectionAbortedError may be raised.
+        """
+        return await self._compute(self._bounded, self._fast_bound, partner, sides, snapshot.fast, snapshot, behind)
+
+    async def bound_slow(self, partner: str, sides: Sides, snapshot: Snapshot, *, behind: bool) -> Sides:
         """Do likewise with slow weights; the snapshot says how far ours have come since."""
         ours = OwnWeights(self.state.slow)
-        return await self._compute(self._bounded, self._slow_bound, partner, sides, ours, snapshot)
+        return await self._compute(self._bounded, self._slow_bound, partner, sides, ours, snapshot, behind)
 
     def _bounded(
-        self, bound: InfluenceBound, partner: str, sides: Sides, ours: OwnWeights, snapshot: Snapshot
+        self, bound: InfluenceBound, partner: str, sides: Sides, ours: OwnWeights, snapshot: Snapshot, behind: bool
     ) -> Sides:
         deviation = measure(sides.theirs, ours, self.state.slow, snapshot.fast)
-        share = bound.share(partner, deviation, round_fraction=snapshot.round_fraction, only=len(self._partners()) < 2)
+        only = len(self._partners()) < 2
+        share = bound.share(partner, deviation, round_fraction=snapshot.round_fraction, only=only, behind=behind)
         return sides._replace(share=share)
 
     async def adopting(self, wire: Tensors, snapshot: Snapshot, *, alike: bool) -> Step:

@@ -11,11 +11,10 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from noloco_node.admission.admission_state import (
     EXPIRED,
-    SHUT_OUT,
     AdmissionState,
     HeldTicket,
     addressed,
@@ -40,6 +39,8 @@ ENOUGH_COPIES = 8
 """So many copies of the list in the DHT are enough."""
 GRACE_S = 600.0
 """We go on so long with an expired ticket while no signing peer answers."""
+SHOWN_EVERY_S = 15.0
+"""So often a ticket is shown again, to one peer after the other: a peer that is shut out reads no list in the DHT."""
 MOST_TRIES = 4
 """Tickets of ours that are tried, one after the other, where they are refused."""
 _MOST_WELCOMES = 8192
@@ -72,7 +73,7 @@ class AdmissionHook(NetworkHook):
 
     def __init__(self, network: PeerNetwork, state: AdmissionState, ticket: HeldTicket | bytes) -> None:
         self._network, self._state = network, state
-        self.held = HeldTicket.fixed(ticket) if isinstance(ticket, bytes) else ticket
+        self.held = state.own = HeldTicket.fixed(ticket) if isinstance(ticket, bytes) else ticket
         self._welcomes: dict[str, bytes] = {}
         """Which ticket of ours each peer has taken last; another one is shown anew."""
         self._answers = False
@@ -111,19 +112,13 @@ class AdmissionHook(NetworkHook):
 
     def opened(self, conversation: Conversation, topic: str) -> Conversation:
         """Check the peer of a conversation that we opened, and keep our ticket known to it."""
-        return _Opened(conversation, self)
+        return _Opened(conversation, self, self._state)
 
     def check(self, peer: str, *, expiry: bool = True) -> None:
         """Raise ConnectionRefusedError where we do not talk with a peer. `expiry`: nor when its ticket has expired."""
-        why = self.objection(peer)
+        why = self._state.known_refusal(peer)
         if why and (expiry or why != EXPIRED):
             raise ConnectionRefusedError(f"{peer} is no member: {why}")
-
-    def objection(self, peer: str) -> str:
-        """Say why we do not talk with a peer; empty where we do, also with one whose ticket we have not seen."""
-        if self._state.was_member(peer):
-            return self._state.refusal(peer)
-        return SHUT_OUT if self._state.is_revoked(peer) else ""
 
     async def introduce(self, peer: str) -> None:
         """Have a peer know a good ticket of ours; ConnectionRefusedError where it does not let us in."""
@@ -148,6 +143,16 @@ class AdmissionHook(NetworkHook):
         checked = _Answered(conversation, self._state, right)
         checked.check()
         yield checked
+
+    async def stay_shown(self) -> NoReturn:
+        """Show our ticket again and again, to one peer at a time: its answer brings a later list of revocations."""
+        while True:
+            await asyncio.sleep(SHOWN_EVERY_S)
+            for peer in tuple(self._welcomes)[:1]:
+                del self._welcomes[peer]
+                with suppress(ConnectionError, PermissionError, TimeoutError):
+                    async with asyncio.timeout(PATIENCE_S):
+                        await self._show(peer)
 
     def stamped(self, value: bytes) -> bytes:
         return stamped(self.held.raw, value)
@@ -274,13 +279,13 @@ class _Opened(HookedConversation):
     That a ticket of the peer has expired does not end it: the peer may have another one, of which we have not read yet.
     """
 
-    def __init__(self, conversation: Conversation, admission: AdmissionHook) -> None:
+    def __init__(self, conversation: Conversation, admission: AdmissionHook, state: AdmissionState) -> None:
         super().__init__(conversation)
-        self._admission = admission
+        self._admission, self._state = admission, state
 
     @property
     def is_quiet(self) -> bool:
-        return super().is_quiet and self._admission.objection(self.peer) in ("", EXPIRED)
+        return super().is_quiet and self._state.known_refusal(self.peer) in ("", EXPIRED)
 
     async def send(self, message: Any) -> None:
         self._admission.check(self.peer, expiry=False)

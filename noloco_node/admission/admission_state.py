@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import NoReturn, Self
 
@@ -40,6 +41,8 @@ MOST_SHOWN = 8192
 """Tickets of peers that train, which are remembered."""
 MOST_LOOKERS = 1024
 """Tickets of peers that only look: in a table of their own, so that they push no member out."""
+MOST_TRIED = 8
+"""Tickets that a peer may show in calls in a minute and that are new to us: we verify up to four signatures of each."""
 LISTED = "listed"
 NO_TICKET, EXPIRED = "it has shown no ticket", "its ticket has expired"
 FOREIGN = "its ticket is not one of this run's owner"
@@ -65,6 +68,8 @@ class AdmissionState:
         self.revocations: RevocationList | None = None
         self.raw_revocations = b""
         """The list as it travels."""
+        self.own: HeldTicket | None = None
+        """The ticket that we hold ourselves; None before we have one."""
         self._owner: bytes | None = None
         self._rule = ""
         self._shown: dict[str, tuple[bytes, TicketFacts]] = {}
@@ -72,6 +77,8 @@ class AdmissionState:
         self._lookers: dict[str, tuple[bytes, TicketFacts]] = {}
         self._holders: dict[bytes, str] = {}
         """The peer that showed each single-use invite first."""
+        self._minute, self._tried = 0, Counter[str]()
+        """The minute of the clock, and how many tickets each peer has shown in it that we did not know."""
 
     @property
     def is_pinned(self) -> bool:
@@ -94,6 +101,18 @@ class AdmissionState:
                 known = raw, facts
         self._remember(peer, known)
         return self.refusal(peer)
+
+    def rights_by(self, peer: str, raw: bytes) -> Right:
+        """Return what a peer may do that shows a ticket with each call; of its new ones few are verified a minute."""
+        known, minute = self._shown_by(peer), int(self._unix_time() // 60)
+        if known is None or known[0] != raw:
+            if minute != self._minute:
+                self._minute, self._tried = minute, Counter()
+            self._tried[peer] += 1
+            if self._tried[peer] > MOST_TRIED:
+                return self.rights(peer)
+        self.show(peer, raw)
+        return self.rights(peer)
 
     def rights(self, peer: str) -> Right:
         known = self._shown_by(peer)
@@ -123,6 +142,12 @@ class AdmissionState:
         if facts.invite_key is not None and self._holders.setdefault(facts.invite_key, peer) != peer:
             return "its invite is used by somebody else"
         return ""
+
+    def known_refusal(self, peer: str) -> str:
+        """Say why we do not talk with a peer; empty where we do, also with one whose ticket we have not seen."""
+        if self.was_member(peer):
+            return self.refusal(peer)
+        return SHUT_OUT if self.is_revoked(peer) else ""
 
     def was_member(self, peer: str) -> bool:
         """Say whether a peer has shown a ticket of this run's owner, good by now or not."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -112,7 +113,7 @@ async def host(options: BootstrapOptions) -> None:
             listen=tuple(options.listen or EVERYWHERE),
             announce=tuple(options.announce or ()),
             bootstrap=() if known is None else tuple(map(str, known.addresses)),
-            accepts=admissions.accepts,
+            admission=admissions.state,
             reach=Reachability.OPEN,
             lends_line=options.relays > 0,
             capacity=Capacity.within(machine_free_bytes()),
@@ -126,10 +127,11 @@ async def host(options: BootstrapOptions) -> None:
             departure(say) as leaving,
             views_served(metrics_at, page_at, recipe.digest, PeerHistory("", 0)) as views,
             connected(settings, known_peers) as libp2p_network,
-            libp2p_network.relaying(keys) as relays,
+            AsyncExitStack() as stack,
         ):
             sign(short(libp2p_network.peer_id))
             network = await admissions.admitted(libp2p_network)
+            relays = await stack.enter_async_context(libp2p_network.relaying(keys))
             await network.serve(TOPIC, SCHEMA, recipe.serve)
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
             for topic, store in stores.items():

@@ -318,7 +318,7 @@ def _network_settings(access: RunAccess, options: JoinOptions, home: Home) -> Ne
         announce=tuple(options.announce or ()),
         reach=Reachability.RELAYED if options.relayed else Reachability.AUTO,
         bootstrap=tuple(map(str, others or addresses)),  # a peer does not begin a swarm by its own invite
-        accepts=access.accepts,
+        admission=access.state,
         lends_line=not options.allowance.is_limited,
         capacity=Capacity.within(memory.machine_free_bytes()),
     )

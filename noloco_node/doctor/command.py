@@ -130,7 +130,7 @@ async def _visit(invite: invites.Invite, wish: DoctorRequest) -> tuple[list[Find
         listen=wish.listen or EVERYWHERE,
         announce=wish.announce,
         bootstrap=tuple(map(str, answering)),
-        accepts=access.accepts,
+        admission=access.state,
     )
     found, needs = list[Finding](), list[Need]()
     try:

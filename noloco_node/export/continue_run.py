@@ -106,7 +106,8 @@ def _data_of(before: RunConfig | None) -> dict[str, object]:
     owner's to name."""
     if before is None:
         return {"source": "text", "path": OWN_TEXT}
-    fields = (*SourceConfig.__struct_fields__, "validation_percent", "evaluate_every_rounds", "chat_template", "packed")
+    own = ("validation_percent", "evaluate_every_rounds", "chat_template", "packed", "shuffle")
+    fields = (*SourceConfig.__struct_fields__, *own)
     return {name: value for name in fields if (value := getattr(before.data, name)) is not None}
 
 

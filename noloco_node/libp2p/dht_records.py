@@ -27,7 +27,7 @@ import msgspec
 from noloco_node.errors import storage_error
 from noloco_node.libp2p.addresses import RELAYS_KEY, PeerAddress
 from noloco_node.libp2p.control import Control
-from noloco_node.libp2p.hivemind_compat import DaemonClient, DhtEntries, DhtNode, HivemindParts, PeerId
+from noloco_node.libp2p.hivemind_compat import CallRules, DaemonClient, DhtEntries, DhtNode, HivemindParts, PeerId
 from noloco_node.libp2p.record_checks import (
     RECORD_BYTES,
     RECORD_LIFETIME_S,
@@ -70,12 +70,10 @@ class DhtRecords:
 
     async def join(
         self, parts: HivemindParts, client: DaemonClient, bootstrap: Sequence[PeerAddress], wait_s: float
-    ) -> None:
-        peers = [address.peer for address in bootstrap]
-        signatures = Signatures(self._accepts)
-        node = await self._control.bounded(
-            DhtNode.create(parts, client, peers, signatures, self._secret.code, _ANSWER_S), wait_s
-        )
+    ) -> bool:
+        """Become a node of the DHT; say whether a peer that we join by answers."""
+        signatures, rules = Signatures(self._accepts), CallRules(self._secret.code, self._settings.admission)
+        node = await self._control.bounded(DhtNode.create(parts, client, signatures, rules, _ANSWER_S), wait_s)
         node.replace_store(BoundedStorage(node.storage).store)
 
         def prune(place: bytes, dictionary: DhtEntries) -> None:
@@ -84,11 +82,13 @@ class DhtRecords:
 
         node.filter_answers(prune)
         self._node = node
+        return await node.join([parts.PeerID.from_base58(address.peer) for address in bootstrap], _ANSWER_S)
 
     def _accepts(self, place: bytes, peer: str, content: bytes) -> bool:
-        """Say whether we keep a record of somebody's: relays tell of themselves before there is a ticket."""
-        accepts = self._settings.accepts
-        return accepts is None or place == place_of(self._secret.key(RELAYS_KEY)) or accepts(peer, content)
+        """Say whether we keep a record of somebody's: those of relays carry no ticket."""
+        admission = self._settings.admission
+        is_relays = place == place_of(self._secret.key(RELAYS_KEY))
+        return admission is None or is_relays or admission.accepts(peer, content)
 
     async def greet(self, peer_id: PeerId) -> None:
         await self._control.bounded(self._joined().ping(peer_id), self._wait_s)

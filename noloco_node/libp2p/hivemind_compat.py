@@ -26,10 +26,12 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
+from noloco_node.admission.admission_state import AdmissionState
+from noloco_node.admission.ticket import Right
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.node_search import NodeSearch
 
@@ -133,6 +135,17 @@ async def disconnect(client: DaemonClient) -> None:
         reader.exception()
 
 
+class CallRules(NamedTuple):
+    """Which calls in the DHT are answered: those that carry a code of their content, which follows from the run's id.
+
+    `code`: makes one of a purpose and parts. `admission`: in a run with an owner, the tickets that callers show and our
+    own, which goes along with our calls.
+    """
+
+    code: Callable[..., bytes]
+    admission: AdmissionState | None = None
+
+
 class DhtNode:
     """hivemind's DHTNode, made to keep and believe what we decide; made by `DhtNode.create`.
 
@@ -140,31 +153,30 @@ class DhtNode:
     peer whose node says another id is neither asked nor stored to, and our answers do not name it.
     """
 
-    def __init__(self, node: Any, id_of: Callable[[PeerId], Any]) -> None:
-        self._node, self._id_of = node, id_of
+    def __init__(self, node: Any, id_of: Callable[[PeerId], Any], admission: AdmissionState | None = None) -> None:
+        self._node, self._id_of, self._admission = node, id_of, admission
         self.storage: LocalStorage = node.protocol.storage
         """What we keep for others."""
         self._refused: dict[PeerId, None] = {}
         """Peers whose nodes have said another id than theirs; the one refused last comes last."""
+        self._is_known = False
+        """Whether we have asked the nodes near our place, which take note of those that ask."""
 
     @classmethod
     async def create(
         cls,
         parts: HivemindParts,
         client: DaemonClient,
-        peers: Sequence[str],
         validator: RecordValidator,
-        code: Callable[..., bytes],
+        rules: CallRules,
         answer_s: float,
     ) -> DhtNode:
-        """Become a node of the DHT that peers are in, who have `answer_s` for each answer; it caches nothing.
-
-        `code`: of a purpose and parts, which only members know; requests without it are not answered.
-        """
+        """Become a node of a DHT, in which others have `answer_s` for each answer; it caches nothing."""
 
         def id_of(peer: PeerId) -> Any:
-            return parts.DHTID.from_bytes(code("node", peer.to_bytes())[: parts.DHTID.HASH_NBYTES])
+            return parts.DHTID.from_bytes(rules.code("node", peer.to_bytes())[: parts.DHTID.HASH_NBYTES])
 
+        _name_callers(client)
         node = await parts.DHTNode.create(
             p2p=client,
             node_id=id_of(client.peer_id),
@@ -178,18 +190,25 @@ class DhtNode:
             cache_on_store=False,
             cache_refresh_before_expiry=0,
             record_validator=validator,
-            authorizer=_RequestCodes(code),
+            authorizer=_Authorizer(rules),
         )
         # Else a stranger could have its records put there, unbounded, and answered with instead of those stored.
         node.protocol.cache.store = node.protocol.cache.store_subkey = lambda *_: False
-        self = cls(node, id_of)
+        self = cls(node, id_of, rules.admission)
         self.check_ids()
-        # hivemind's own way to join asks before the ids are checked.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(answer_s):
-                await asyncio.gather(*(self.ping(parts.PeerID.from_base58(peer)) for peer in peers))
-                await self._search(node.node_id, _BUCKET)
         return self
+
+    async def join(self, peers: Iterable[PeerId], wait_s: float) -> bool:
+        """Make us known to peers and, if we may ask them, to the nodes near our place; say whether a peer answers.
+
+        hivemind's own way to join asks before the ids are checked.
+        """
+        answers: list[bool] = []
+        with contextlib.suppress(TimeoutError, ConnectionResetError):
+            async with asyncio.timeout(wait_s):
+                answers += await asyncio.gather(*map(self.ping, peers))
+                await self._become_known()
+        return any(answers)
 
     @property
     def me(self) -> str:
@@ -215,15 +234,25 @@ class DhtNode:
 
         self._node.protocol._validate_dictionary = validate
 
-    async def ping(self, peer_id: PeerId) -> None:
-        """Make us known to a node."""
-        await self._node.protocol.call_ping(peer_id)
+    async def ping(self, peer_id: PeerId) -> bool:
+        """Make us known to a node; say whether it answers."""
+        return await self._node.protocol.call_ping(peer_id) is not None
 
     async def nearest(self, place: bytes, most: int) -> tuple[PeerId, ...]:
         """Return the peers whose nodes are nearest to a place, of those that answer and of us; the nearest first."""
+        await self._become_known()
         # Each node on the way would add all records of the place to its answer. Nobody has a record at the place beside
         # it, which has the same neighbours.
         return await self._search(type(self._node.node_id)(int.from_bytes(place) ^ 1), most)
+
+    async def _become_known(self) -> None:
+        """Search our own place, once; raise ConnectionResetError as long as we hold no ticket and need one."""
+        if self._is_known:
+            return
+        if self._admission is not None and self._admission.own is None:
+            raise ConnectionResetError("we hold no ticket yet, without which no node of the DHT answers")
+        self._is_known = True
+        await self._search(self._node.node_id, _BUCKET)
 
     async def _search(self, query: Any, most: int) -> tuple[PeerId, ...]:
         """Search by `NodeSearch`.
@@ -265,11 +294,17 @@ class DhtNode:
 
     async def _ask(self, peer: PeerId, query: Any) -> tuple[Any, Mapping[Any, PeerId]] | None:
         """Return what a peer holds at a place, and the nodes that it names; None: no answer, or not to be believed."""
-        if peer in self._refused:
+        if self._is_refused(peer):
             return None
         answer = await self._node._call_find_with_blacklist(peer, [query])
         await asyncio.sleep(0)  # hivemind enters who has answered in a task of its own
-        return None if answer is None or peer in self._refused else answer[query]
+        return None if answer is None or self._is_refused(peer) else answer[query]
+
+    def _is_refused(self, peer: PeerId) -> bool:
+        """Say whether a peer's node says another id than the peer's, or its ticket is good no longer."""
+        return peer in self._refused or (
+            self._admission is not None and bool(self._admission.known_refusal(peer.to_base58()))
+        )
 
     async def find(self, peer: PeerId, place: bytes) -> dict[str, DhtEntry] | None:
         """Return the records of a place that one peer holds, by subkey, as far as we believe it; None: no answer."""
@@ -289,7 +324,7 @@ class DhtNode:
         query = type(self._node.node_id).from_bytes(place)
         if peer == self._node.peer_id:
             return self.storage.store_subkey(query, subkey, packed, expiry)
-        if peer in self._refused:
+        if self._is_refused(peer):
             return None
         taken = await self._node.protocol.call_store(peer, [query], [packed], [expiry], subkeys=[subkey])
         return bool(taken[0]) if taken else None
@@ -299,21 +334,48 @@ class DhtNode:
         await self._node.shutdown()
 
 
-class _RequestCodes:
-    """hivemind's authorizer: each request carries a code of its content, without which none is answered.
+def _name_callers(client: Any) -> None:
+    """Write into each request its caller, whose id libp2p has authenticated: hivemind does not tell authorizers."""
+    add = client.add_protobuf_handler
 
-    So strangers neither read, nor store, nor are entered as neighbours and given others' records to keep.
+    async def add_naming(name: str, handler: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        async def answer(request: Any, context: Any) -> Any:
+            request.auth.client_access_token.username = context.remote_id.to_base58()
+            return await handler(request, context)
+
+        await add(name, answer, *arguments, **options)
+
+    client.add_protobuf_handler = add_naming
+
+
+class _Authorizer:
+    """hivemind's authorizer, by `CallRules`.
+
+    So strangers neither read, nor store, nor are entered as neighbours and given others' records to keep. In a run with
+    an owner a peer stores and becomes a neighbour by a ticket to train, and reads by a ticket to look. A ping is
+    answered without one: by it a newcomer finds out that this is its run.
     """
 
-    def __init__(self, code: Callable[..., bytes]) -> None:
-        self._code = code
+    def __init__(self, rules: CallRules) -> None:
+        self._code, self._admission = rules
 
     async def sign_request(self, request: Any, service_public_key: object) -> None:
         request.auth.nonce = os.urandom(16)
         request.auth.signature = self._code_of(request)
+        if self._admission is not None and self._admission.own is not None:
+            request.auth.client_access_token.signature = self._admission.own.raw
 
     async def validate_request(self, request: Any) -> bool:
-        return hmac.compare_digest(request.auth.signature, self._code_of(request))
+        if not hmac.compare_digest(request.auth.signature, self._code_of(request)):
+            return False
+        if self._admission is None:
+            return True
+        shown = request.auth.client_access_token
+        rights = self._admission.rights_by(shown.username, shown.signature)
+        if Right.TRAIN not in rights:
+            request.ClearField("peer")  # without it hivemind enters no neighbour
+        needed = {"PingRequest": Right(0), "FindRequest": Right.LOOK, "StoreRequest": Right.TRAIN}
+        return needed[type(request).__name__] in rights
 
     async def sign_response(self, response: object, request: object) -> None:
         pass

@@ -443,10 +443,10 @@ class JoinedDaemon:
             except UserError:
                 if not alone:
                     raise
-            await self.records.join(self._parts, self._client, reached, self._timeouts.start_s)
+            is_answered = await self.records.join(self._parts, self._client, reached, self._timeouts.start_s)
         except ConnectionError as error:
             raise daemon_trouble(str(error)) from None
-        if doors and not self.records.neighbours and not alone:
+        if doors and not is_answered and not alone:
             raise UserError(
                 "Nobody who answers takes part in this run.",
                 why=f"at {' and '.join(str(address) for address in reached)} is another run, or another version",

@@ -7,13 +7,13 @@ created once, readable by its owner alone, whole or not at all, so the peer id s
 **Secret**: libp2p tells every caller which protocols a peer speaks. So their names follow from the run's id one way:
 they keep runs apart, and open nothing. A caller proves that it knows the id, with a code for this caller, callee and
 topic (libp2p authenticates both ids, so nobody can use another's), and every request of the DHT carries a code as well.
+In a run with an owner the request also carries the caller's ticket.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Self
@@ -21,6 +21,7 @@ from typing import Self
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.ticket import ID_HEADER, KEY_HEADER
 from noloco_node.errors import storage_error
 from noloco_node.network.timeouts import PeerLiveness, TimeoutBounds
@@ -113,8 +114,8 @@ class NetworkSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Relays to use before those that the swarm tells of, each ending in /p2p/ID."""
     lends_line: bool = True
     """Whether peers who find no other relay may use us as one, with libp2p's usual limits for each of them."""
-    accepts: Callable[[str, bytes], bool] | None = None
-    """Which records of others we keep, by peer and content; None: all that are signed."""
+    admission: AdmissionState | None = None
+    """Which peers' records we keep, and whose calls in the DHT we answer; None: a run without an owner."""
     timeouts: TimeoutSettings = TimeoutSettings()
     capacity: Capacity = Capacity()
 

@@ -27,7 +27,7 @@ from noloco_node.run.config import PipelineConfig
 from pipeline.adapters.lora import Adapter
 from pipeline.decoder_slice import Cut, find_decoder_parts, multiplied_weights
 from pipeline.forward_pass import LOGITS, Slice
-from pipeline.model_config import Config
+from pipeline.model_config import Config, Prepared
 from pipeline.partition import empty_slice, skeleton
 
 _WIDTH = re.compile(r"(_size|_dim|_rank|^n_embd|^n_inner|^d_model)$")
@@ -77,6 +77,8 @@ class _Family:
             for number, layer in enumerate(layers.children())
         ]
         self._found: dict[Any, dict[Point, _Kept]] = {}
+        self.stages: dict[tuple[Cut, tuple[int, int]], GraphBytes] = {}
+        """What stages keep of a microbatch of a shape: a search for a plan asks again and again."""
         self._scales = self._usable_scales()
 
     def _usable_scales(self) -> tuple[float, ...]:
@@ -146,8 +148,15 @@ def graph_bytes(
     matrices are multiplied in bfloat16. `packed`: rows share a sequence. What a stage is given does not count: it waits
     in main memory.
     """
-    (batch, length), cut = pipeline.ids_shape, layout.cuts[number]
-    family = _family(layout.prepared.config, length, half, packed, layout.adapter)
+    shape, cut = pipeline.ids_shape, layout.cuts[number]
+    family = _family(layout.prepared, shape[1], half, packed, layout.adapter)
+    if (cut, shape) not in family.stages:
+        family.stages[cut, shape] = _graph_bytes(family, cut, shape, layout)
+    return family.stages[cut, shape]
+
+
+def _graph_bytes(family: _Family, cut: Cut, shape: tuple[int, int], layout: ModelLayout) -> GraphBytes:
+    batch, length = shape
 
     def kept(first: int, end: int, *, embeds: bool = False, head: bool = False) -> _Kept:
         return family.kept(Cut(first, end, embeds=embeds, head=head), batch, length)
@@ -160,9 +169,9 @@ def graph_bytes(
         last = kept(end - 1, end, head=True)
         ends += last.rest - kept(end - 1, end).rest
         plain = last.plain and last.a_logit <= _LOGIT_BYTES
-        logits = pipeline.microbatch_tokens * layout.vocabulary
+        logits = batch * length * layout.vocabulary
         ends += (last.a_logit + _LOGITS_BESIDE) * (min(LOGITS, logits) if plain else logits)
-    inputs = 4 * pipeline.microbatch_tokens * layout.width * len(layers)
+    inputs = 4 * batch * length * layout.width * len(layers)
     return GraphBytes(round(ends + sum(layers)), round(ends + min(inputs + max(layers), sum(layers))))
 
 
@@ -174,11 +183,12 @@ def _rotated(config: Config, head: int) -> list[float]:
     return [round(share * head, 6), *(float(each) for each in named if each)]
 
 
-def _family(config: Config, length: int, half: bool, packed: bool, adapter: Adapter | None) -> _Family:
+def _family(prepared: Prepared, length: int, half: bool, packed: bool, adapter: Adapter | None) -> _Family:
     """Return the family of a config, whose windows are short where sequences of this length are longer."""
+    config = prepared.config
     cut = {name: _SHORT_WINDOW for name in _WINDOWS if 0 < (getattr(config, name, None) or 0) < length}
     lengths = _LENGTHS if length > _LENGTHS[-1] else (length,)
-    key = (config.to_json_string(use_diff=False) + str(cut), lengths, half, packed, adapter)
+    key = (prepared.text + str(cut), lengths, half, packed, adapter)
     if key not in _families:
         if len(_families) >= _MOST_FAMILIES:
             _families.clear()

@@ -63,7 +63,8 @@ class RunAccess:
         self.invite, self._rights, self._home, self._unix_time = invite, rights, home, unix_time
         self._owner_key = owner_key
         has_owner = invite.credential is not None or owner_key is not None
-        self._state = state or (AdmissionState(invite.digest, unix_time) if has_owner else None)
+        self.state = state or (AdmissionState(invite.digest, unix_time) if has_owner else None)
+        """The admissions that this peer knows; None in a run without an owner."""
         self._nonce: int | None = None
         """The proof of work for a ticket, once we have it."""
         self._gave: set[str] = set()
@@ -71,20 +72,15 @@ class RunAccess:
         self.admission: AdmissionHook | None = None
         """The hook of the network that we entered last; None in a run without an owner."""
 
-    @property
-    def accepts(self) -> Callable[[str, bytes], bool] | None:
-        """Says which records of others to keep, by peer and value; None keeps all."""
-        return None if self._state is None else self._state.accepts
-
     async def enter(self, network: PeerNetwork) -> PeerNetwork:
         """Return the network as a member of the run uses it; `UserError` (NOT_ADMITTED) if the run refuses us."""
-        if self._state is None:
+        if self.state is None:
             return network
         me = network.peer_id
         self._check_identity(me)
         held = HeldTicket(self._unix_time, lambda: self._own_tickets(me), lambda: self._ask(network), self._keep)
         await held.begin()
-        admission = AdmissionHook(network, self._state, held)
+        admission = AdmissionHook(network, self.state, held)
         others = [each for each in self.invite.peers if each != me]
         while True:
             try:
@@ -101,13 +97,14 @@ class RunAccess:
                 return HookedNetwork(network, admission)
 
     async def renew(self, say: Callable[[str], None]) -> None:
-        """Renew our ticket before it expires, by the rule of the run, and say so."""
+        """Keep our ticket known to others; renew it before it expires, by the rule of the run, and say so."""
         if self.admission is not None:
-            await self.admission.held.renew(say)
+            async with background(self.admission.stay_shown()):
+                await self.admission.held.renew(say)
 
     def pin(self, run: RunConfig) -> None:
         """Take the owner's key from the run file; `UserError` if the run has no owner and the invite a credential."""
-        if self._state is None:
+        if self.state is None:
             return
         if run.admission.owner_key is None:
             raise config_error(
@@ -115,12 +112,12 @@ class RunAccess:
                 "nobody signs tickets for it",
                 "another invite",
             )
-        self._state.pin(run.admission.owner_key, run.admission.rule)
+        self.state.pin(run.admission.owner_key, run.admission.rule)
 
     def take_revocations(self, signed: bytes) -> None:
         """Take the owner's signed list, which the owner has before any peer."""
-        if self._state is not None:
-            self._state.take_revocations(signed)
+        if self.state is not None:
+            self.state.take_revocations(signed)
 
     def _check_identity(self, me: str) -> None:
         """Raise `UserError` if the invite is for another identity."""
@@ -178,7 +175,7 @@ class RunAccess:
 
     async def _ask(self, network: PeerNetwork) -> bytes:
         """Ask the bootstrap peers for a ticket; `UserError` NOT_ADMITTED if all refuse, UNREACHABLE if none answers."""
-        assert self._state is not None
+        assert self.state is not None
         me, refusals, silences = network.peer_id, list[str](), list[str]()
         request = TicketRequest(nonce=await self._work(me), trains=Right.TRAIN in self._rights)
         peers = [peer for peer in dict.fromkeys(self.invite.peers) if peer != me]
@@ -191,7 +188,7 @@ class RunAccess:
                 silences.append(str(error).replace(peer, f"...{peer[-8:]}"))
                 continue
             ticket = reply.ticket[:TICKET_BYTES]
-            objection = self._state.objection(me, ticket) if ticket and self._state.is_pinned else ""
+            objection = self.state.objection(me, ticket) if ticket and self.state.is_pinned else ""
             if ticket and not objection:
                 self._gave.add(peer)
                 return ticket
@@ -264,7 +261,7 @@ async def visited(invite: str, visitor: Visitor) -> AsyncIterator[tuple[PeerNetw
         run=parsed.digest,
         listen=("/ip4/127.0.0.1/tcp/0",),
         bootstrap=tuple(map(str, parsed.addresses)),
-        accepts=access.accepts,
+        admission=access.state,
     )
     async with connected(settings) as whole:
         network = HookedNetwork(await access.enter(whole), DialTimeouts())

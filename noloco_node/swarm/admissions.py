@@ -46,8 +46,6 @@ class HostedAdmissions:
         self._recipe, self._run_file, self._identity, self._invite = recipe, run_file, identity, invite
         self._admission = recipe.run.admission
         self._state = AdmissionState(recipe.digest, time.time)
-        self.accepts = None if self._admission.owner is None else self._state.accepts
-        """Says which records of others to keep, by peer and value; None keeps all."""
         self._read_at = 0
         self._named: dict[str, int] = {}
         """The keys for which the owner has signed tickets, each with the end of its ticket."""
@@ -58,6 +56,11 @@ class HostedAdmissions:
         if self._admission.owner_key is not None:
             self._state.pin(self._admission.owner_key, self._admission.rule)
             self._read_list()
+
+    @property
+    def state(self) -> AdmissionState | None:
+        """The admissions that this peer knows; None in a run without an owner."""
+        return None if self._admission.owner is None else self._state
 
     @property
     def credential(self) -> InviteCredential | None:

@@ -12,10 +12,10 @@ them twice. A later epoch may have a lower number, because a clock may have been
 
 A claim counts as far as receipts cover it, and receipts count as far as several signers agree. Routes are random, so
 every source's samples spread over the last stage as ours do, and we know which replicas computed ours. A signer that
-gave us no gradient does not count. For each source, we divide every signer's count by the signer's share of our
-samples; the weighted median of these is typical, and a signer counts up to `MOST_TIMES` its typical part. So a signer
-that signs for a friend adds at most its own part of that source's work once more. A single replica at the last stage
-cannot be compared; its receipts count up to the claim.
+gave us no gradient does not count; those that did stand for it. For each source, we divide every signer's count by the
+signer's share of our samples; the weighted median of these is typical, and a signer counts up to `MOST_TIMES` its
+typical part. So a signer that signs for a friend adds at most its own part of that source's work once more. A single
+replica at the last stage cannot be compared; its receipts count up to the claim.
 
 In a run of one stage no other peer computes a source's samples. There each replica signs for the inner steps that a
 partner brings to a meeting and has not brought to another before. Receipts and names cost nothing, but a replica has
@@ -157,6 +157,8 @@ class ReceiptLedger:
         self._has_read = self._counts = False
         self._shares: dict[str, float] = {}
         """Each signer's share of our own samples, as of the last reading."""
+        self._coverage = 1.0
+        """The part of the last stage's work that these signers do, as our own samples make likely."""
         self._settled: dict[bytes, float] = {}
         self._window: defaultdict[bytes, Counter[str]] = defaultdict(Counter)
         """Samples signed since the last window, by a source's tag and by signer."""
@@ -197,7 +199,7 @@ class ReceiptLedger:
             for source, count in grown.items() if self._has_read and self._counts else ():
                 self._window[source][signer] += count
         self._has_read = True
-        self._shares = self._shares_now()
+        self._compare()
         if self._proved.total() >= ENOUGH * self._microbatch * max(1, len(self._proved)):
             self._settle()
 
@@ -220,13 +222,20 @@ class ReceiptLedger:
         tag = tag_of(source)
         return int(self._believed({each: self._books[each].total[tag] for each in self._shares}))
 
-    def _shares_now(self) -> dict[str, float]:
+    def _compare(self) -> None:
+        """Note which signers computed which share of our samples, and how much of all work they do.
+
+        Signers that we have not met do the share of all work that signers we met once did of ours (Good and Turing).
+        """
         proved = self._proved + self._proved_before
+        in_all, met_once = proved.total(), sum(each for each in proved.values() if each <= self._microbatch)
         # Leave out signers whose receipts we have not read.
         for unread in proved.keys() - self._books.keys():
             del proved[unread]
         total = proved.total()
-        return {signer: count / total for signer, count in proved.items()}
+        self._shares = {signer: count / total for signer, count in proved.items()}
+        if total:
+            self._coverage = total / in_all * (1.0 - met_once / (in_all + self._microbatch))
 
     def _settle(self) -> None:
         for source, signed in self._window.items():
@@ -243,7 +252,8 @@ class ReceiptLedger:
             return 0.0
         typical = weighted_median({signer: signed.get(signer, 0) / share for signer, share in shares.items()}, shares)
         spare = SPARE * self._microbatch
-        return sum(min(signed.get(signer, 0), MOST_TIMES * share * typical + spare) for signer, share in shares.items())
+        bounded = (min(signed.get(signer, 0), MOST_TIMES * share * typical + spare) for signer, share in shares.items())
+        return sum(bounded) / self._coverage
 
 
 def weighted_median(values: Mapping[str, float], weights: Mapping[str, float]) -> float:

@@ -1,7 +1,8 @@
 """Moments that lie in main memory, and visit the device piece by piece while a step takes them.
 
-A step asks for a moment once, so between two steps it only fills a device's memory. Here a few places on the device are
-enough: while one piece is computed the next one comes and the last one goes back, each way on a stream of its own.
+A step reads and writes each moment once; between two steps moments only fill the device's memory. So they lie in main
+memory, and the device has a few places for pieces: while one piece is computed, the next one comes and the previous one
+goes back, each way on a stream of its own.
 The arithmetic is the device's in either case, so the bits are the same.
 """
 

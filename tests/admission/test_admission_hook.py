@@ -10,7 +10,7 @@ from admission_keys import NOW_S, OWNER, RUN, key, member, public
 from coroutine_tests import run_by
 from sample_messages import ASKS, Ask
 
-from noloco_node.admission.admission_hook import LIST_LIFETIME_S, AdmissionHook
+from noloco_node.admission.admission_hook import LIST_LIFETIME_S, PATIENCE_S, SHOWN_EVERY_S, AdmissionHook
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.ticket import (
     MEMBER,
@@ -150,6 +150,25 @@ async def test_a_ticket_ends_at_its_second_also_within_a_conversation(swarm: Swa
         with pytest.raises(ConnectionError):
             await conversation.receive()
     assert swarm.heard == ["before"]
+
+
+@run_by(played, gives=1)
+async def test_a_peer_learns_that_it_is_shut_out_though_it_reads_no_list(swarm: Swarm) -> None:
+    """One of the peers that it has met is gone."""
+    servers = [await swarm.server(number) for number in (1, 2)]
+    victim, told = swarm.network(5, member(5)), swarm.states[servers[1].peer_id]
+    for server in servers:
+        await asked(victim, server, "gossip/0")
+    showing = asyncio.create_task(swarm.hooks[victim.peer_id].stay_shown())
+    await asyncio.sleep(2.5 * SHOWN_EVERY_S)
+    assert not swarm.states[victim.peer_id].raw_revocations
+    swarm.hub.kill(servers[0].peer_id)
+    told.take_revocations(revoked(1, 5))
+    await asyncio.sleep(2 * SHOWN_EVERY_S + PATIENCE_S)
+    assert swarm.states[victim.peer_id].raw_revocations == told.raw_revocations
+    showing.cancel()
+    with pytest.raises(UserError, match="does not let us in"):
+        await victim.read_all(["roster"])
 
 
 @run_by(played, gives=1)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from admission_keys import NOW_S, OWNER, RUN, key, member, public
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.admission import admission_state
+from noloco_node.admission import admission_state, ticket
 from noloco_node.admission.admission_state import (
     MOST_LOOKERS,
     MOST_SHOWN,
+    MOST_TRIED,
     SILENCE_S,
     AdmissionState,
     HeldTicket,
@@ -121,6 +123,31 @@ def test_a_flood_of_passing_identities_pushes_out_no_member() -> None:
     assert state.rights(PEERS[0]) == MEMBER
     assert state.rights(peer_of(public(2))) == Right.LOOK
     assert state.refusal(peer_of(public(3)))
+
+
+@given(st.lists(st.integers(1, 30), max_size=3 * MOST_TRIED), st.booleans())
+def test_few_new_tickets_of_a_caller_are_verified_in_a_minute(lives_s: list[int], known: bool) -> None:
+    """A caller that shows one ticket is verified once; one that shows many keeps what it had, and not for ever."""
+    now_s, peer, verified = NOW_S, PEERS[0], 0
+
+    def facts_of(*arguments: Any) -> Any:
+        nonlocal verified
+        verified += 1
+        return ticket.facts_of(*arguments)
+
+    state = AdmissionState(RUN, lambda: now_s)
+    state.pin(OWNER, "invited")
+    if known:
+        assert state.rights_by(peer, member(1)) == MEMBER
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(admission_state, "facts_of", facts_of)
+        for life_s in lives_s:
+            forged = encode((grant(key(9), RUN, MEMBER, NOW_S + life_s, public(1)),))
+            assert state.rights_by(peer, forged) == (MEMBER if known else Right(0))
+            assert state.rights_by(PEERS[1], member(2)) == MEMBER
+        assert verified <= MOST_TRIED + 1
+    now_s += 60
+    assert state.rights_by(peer, member(1)) == MEMBER
 
 
 @given(st.lists(st.one_of(st.binary(max_size=200), st.just(list_of(1, 2))), max_size=4), st.binary(max_size=200))

@@ -7,19 +7,22 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from admission_keys import admitted, key
 from limits import PATIENT
 
-from noloco_node.admission.admission_state import AdmissionState
-from noloco_node.admission.ticket import MEMBER, encode, encode_list, grant, key_of, signed_list
+from noloco_node.admission.admission_state import AdmissionState, HeldTicket
+from noloco_node.admission.ticket import MEMBER, Right, encode, encode_list, grant, key_of, signed_list
 from noloco_node.doctor import command
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import network as libp2p_network
 from noloco_node.libp2p import reachability
 from noloco_node.libp2p.addresses import parse_peer_address
+from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.network import Libp2pNetwork
+from noloco_node.libp2p.record_checks import place_of
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.run.peer_state import PeerState
@@ -58,20 +61,30 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def opened(*doors: str, run: str = RECIPE.digest) -> AsyncIterator[Libp2pNetwork]:
-    settings = NetworkSettings(run=run, listen=(LOCAL,), bootstrap=doors, timeouts=PATIENT)
+async def opened(
+    *doors: str, run: str = RECIPE.digest, admission: AdmissionState | None = None
+) -> AsyncIterator[Libp2pNetwork]:
+    settings = NetworkSettings(run=run, listen=(LOCAL,), bootstrap=doors, admission=admission, timeouts=PATIENT)
     async with Libp2pNetwork.open(settings, print) as network:
         yield network
 
 
-def let_in(network: PeerNetwork, clock: Clock, until_s: float = 3600.0) -> tuple[PeerNetwork, AdmissionState]:
-    """Return the network of a member, with what it knows."""
+def knowing(clock: Clock) -> AdmissionState:
+    """Return what a peer knows that has the run file."""
     state = AdmissionState(RECIPE.digest, clock)
     state.pin(OWNER, RECIPE.run.admission.rule)
+    return state
+
+
+def ticket(network: PeerNetwork, rights: Right = MEMBER, until_s: float = 3600.0) -> bytes:
     subject = key_of(network.peer_id)
     assert subject is not None
-    ticket = encode((grant(key(0), RECIPE.digest, MEMBER, int(time.time() + until_s), subject),))
-    return admitted(network, state, ticket), state
+    return encode((grant(key(0), RECIPE.digest, rights, int(time.time() + until_s), subject),))
+
+
+def let_in(network: PeerNetwork, state: AdmissionState, until_s: float = 3600.0) -> PeerNetwork:
+    """Return the network of a member."""
+    return admitted(network, state, ticket(network, until_s=until_s))
 
 
 async def serve(network: PeerNetwork) -> Membership:
@@ -92,9 +105,36 @@ async def gets_nothing(network: PeerNetwork, server: str) -> None:
     assert isinstance(await command.rates_with(network, server), str)
 
 
+async def asked(caller: Libp2pNetwork, callee: str, key: str) -> Any:
+    """Have a peer read from another one's node of the DHT, and store; return what it reads, None for no answer."""
+    assert caller._joined is not None
+    node, peer = caller._joined.records._joined(), load_hivemind().PeerID.from_base58(callee)
+    node._node.blacklist.clear()
+    found = await node.find(peer, place_of(key))
+    assert await node.store(peer, place_of(key), caller.peer_id, b"", time.time() + 60.0) is None
+    return found
+
+
+async def sees_nothing(stranger: Libp2pNetwork, server: Libp2pNetwork, state: AdmissionState) -> None:
+    """Call the node of the DHT beside `server`, with no ticket, with another peer's and with one to look."""
+    key = f"{RECIPE.digest}/stage/1"
+    assert stranger._joined is not None
+    assert server._joined is not None
+    assert stranger._joined.records.neighbours == 1, "a ping is answered"
+    with pytest.raises(ConnectionResetError, match="no ticket yet"):
+        await stranger.read(key)
+    for shown, sees in ((ticket(server), False), (ticket(stranger, Right.LOOK), True)):
+        state.own = HeldTicket.fixed(shown)
+        found = await asked(stranger, server.peer_id, key)
+        assert (server.peer_id in found) if sees else (found is None)
+    assert server._joined.records.neighbours == 2, "only members are neighbours"
+    state.own = None
+
+
 async def test_whoever_only_knows_an_address_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with opened() as whole:
-        server, _ = let_in(whole, Clock())
+    state = knowing(Clock())
+    async with opened(admission=state) as whole:
+        server = let_in(whole, state)
         await serve(server)
         (door,) = await whole.addresses()
         names = whole._context.secret.prefix + " ".join(whole._switchboard.topics)
@@ -124,22 +164,28 @@ async def test_whoever_only_knows_an_address_gets_nothing(monkeypatch: pytest.Mo
 
 async def test_whoever_knows_the_run_and_has_no_ticket_or_no_longer_one_is_out() -> None:
     clock = Clock()
-    async with opened() as first:
-        server, known = let_in(first, clock)
+    known, others, state, foreign = (knowing(clock) for _ in range(4))
+    async with opened(admission=known) as first:
+        server = let_in(first, known)
         roster = await serve(server)
         (door,) = await first.addresses()
-        async with opened(door) as second, opened(door) as third, opened(door) as stranger:
+        async with (
+            opened(door, admission=others) as second,
+            opened(door, admission=state) as third,
+            opened(door, admission=foreign) as stranger,
+        ):
             await gets_nothing(stranger, first.peer_id)
             guest = Membership(stranger, RECIPE.digest, RECIPE.run.pipeline.stages)
             await guest.claim(PeerRecord(peer=stranger.peer_id, stage=0, state=PeerState.TRAINING))
 
-            (short, _), (member, state) = let_in(second, clock, until_s=600.0), let_in(third, clock)
+            short, member = let_in(second, others, until_s=600.0), let_in(third, state)
             for network in (short, member):
                 assert (await fetch(network, [first.peer_id], RECIPE.digest)).text == RECIPE.text
                 await serve(network)
             there = {record.peer for record in (await roster.peek()).stages[1]}
             assert there == {first.peer_id, second.peer_id, third.peer_id}
             assert roster.roster.stages[0] == ()
+            await sees_nothing(stranger, first, foreign)
 
             # The owner's list, told to one of them, reaches the other with the roster.
             subject = key_of(third.peer_id) or b""
@@ -147,6 +193,8 @@ async def test_whoever_knows_the_run_and_has_no_ticket_or_no_longer_one_is_out()
             assert known.take_revocations(raw)
             await roster.peek()
             await gets_nothing(member, first.peer_id)
+            assert await asked(third, first.peer_id, "stage") is None, "it is not answered"
+            assert await asked(first, third.peer_id, "stage") is None, "it is not asked"
             with pytest.raises(UserError, match="does not let us in") as caught:
                 await member.read_all(["anything"])
             assert caught.value.code is Exit.NOT_ADMITTED

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from noloco_node.data import blocks
 from noloco_node.data.blocks import BlockSource, open_blocks, run_blocks
 from noloco_node.data.row_preview import preview
 from noloco_node.errors import Exit, UserError
@@ -62,6 +63,7 @@ def test_each_source_has_its_share_of_any_first_blocks(places: list[str], weight
 @settings(max_examples=8)
 @given(before=st.integers(0, 60), batch=st.integers(1, 7), shuffle=st.booleans())
 def test_a_mixture_goes_on_from_any_place(places: list[str], before: int, batch: int, shuffle: bool) -> None:
+    """Chunks of shuffled blocks are short, so that a place lies in the first, the second or the third of them."""
     data = msgspec.structs.replace(mixed(places, 1.0, 2.5, 0.3), shuffle=shuffle)
     run = msgspec.structs.replace(A_RUN, data=data)
 
@@ -69,6 +71,9 @@ def test_a_mixture_goes_on_from_any_place(places: list[str], before: int, batch:
         return run_blocks(run, None, "me", 384)
 
     first, again = opened(), opened()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "CHUNK_TOKENS", 24 * LENGTH)
+        first, again = opened(), opened()
     for _ in range(before):
         first.next_batch(1)
     place = json.loads(json.dumps(first.position()))

@@ -68,19 +68,26 @@ def honest(stage: int) -> tuple[Tensor, ...]:
     return _trained(50)[stage]
 
 
-@cache
 def _trained(steps: int) -> tuple[tuple[Tensor, ...], ...]:
+    return _course()[steps]
+
+
+@cache
+def _course() -> list[tuple[tuple[Tensor, ...], ...]]:
+    """Return the weights of both stages before each of the first steps, and after the last."""
     parts = [build_stage(RUN.run, PLAN, number, torch.device("cpu")) for number in (0, 1)]
     weights = [weight for part in parts for weight in part.parameters()]
     optimiser = torch.optim.AdamW(weights, lr=1e-2)
     text = open_blocks(RUN.run.data, 32, 0, "", "train")
-    for _, batch in zip(range(steps), text.batches(8), strict=False):
+    course = [tuple(tuple(weight.detach().clone() for weight in part.parameters()) for part in parts)]
+    for _, batch in zip(range(50), text.batches(8), strict=False):
         logits = parts[1](parts[0](batch[:, :-1]))
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).backward()
         optimiser.step()
         optimiser.zero_grad()
+        course.append(tuple(tuple(weight.detach().clone() for weight in part.parameters()) for part in parts))
     text.close()
-    return tuple(tuple(weight.detach() for weight in part.parameters()) for part in parts)
+    return course
 
 
 def near(stage: int, seed: int) -> tuple[Tensor, ...]:

@@ -18,10 +18,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from admission_keys import NOW_S, OWNER, RUN, key, member, public
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.libp2p.hivemind_compat import DhtNode, disconnect, forget_ghosts, load_hivemind
+from noloco_node.admission.admission_state import AdmissionState, HeldTicket
+from noloco_node.admission.ticket import MEMBER, Right, encode, encode_list, grant, peer_of, signed_list
+from noloco_node.libp2p.hivemind_compat import (
+    CallRules,
+    DhtNode,
+    _Authorizer,
+    _name_callers,
+    disconnect,
+    forget_ghosts,
+    load_hivemind,
+)
 
 SIGNATURES = {
     "p2p.p2p_daemon:P2P.replicate": "daemon_listen_maddr",
@@ -29,6 +40,9 @@ SIGNATURES = {
     "p2p.p2p_daemon_bindings.datastructures:PeerID.from_base58": "base58_id",
     "p2p.p2p_daemon_bindings.datastructures:PeerID.to_base58": "self",
     "p2p.p2p_daemon_bindings.datastructures:PeerID.to_bytes": "self",
+    "p2p.p2p_daemon:P2P.add_protobuf_handler": (
+        "self name handler input_protobuf_type stream_input stream_output balanced"
+    ),
     "dht.node:DHTNode._call_find_with_blacklist": "self peer_id keys",
     "dht.node:Blacklist.__contains__": "self peer",
     "dht.routing:RoutingTable.get_nearest_neighbors": "self query_id k exclude",
@@ -291,6 +305,154 @@ def test_a_peer_that_says_another_id_in_its_own_request_is_refused(seed: int) ->
         assert liar not in nodes.table
         assert await nodes.node.find(liar, rng.randbytes(20)) is None
         assert not nodes.asked
+
+    asyncio.run(main())
+
+
+TICKETS = {
+    "none": b"",
+    "train": member(1),
+    "look": encode((grant(key(0), RUN, Right.LOOK, NOW_S + 60, public(1)),)),
+    "another's": member(2),
+    "expired": member(1, NOW_S - 1),
+    "foreign": encode((grant(key(1), RUN, MEMBER, NOW_S + 60, public(1)),)),
+}
+
+
+@pytest.mark.parametrize("shown", TICKETS)
+@pytest.mark.parametrize("kind", ["PingRequest", "FindRequest", "StoreRequest"])
+def test_in_a_run_with_an_owner_a_caller_is_answered_by_its_ticket(kind: str, shown: str) -> None:
+    """A ping is answered always, a reading by a ticket to look; neighbours are the peers that may train."""
+
+    def code(*parts: Any) -> bytes:
+        return hashlib.sha256(repr(parts).encode()).digest()
+
+    server = AdmissionState(RUN, lambda: NOW_S)
+    server.pin(OWNER, "invited")
+    caller = AdmissionState(RUN, lambda: NOW_S)
+    caller.own = HeldTicket.fixed(TICKETS[shown])
+    calls, answers = _Authorizer(CallRules(code, caller)), _Authorizer(CallRules(code, server))
+    request = inside(f"proto.dht_pb2:{kind}")(peer=inside("proto.dht_pb2:NodeInfo")(node_id=b"n" * 20))
+
+    async def handler(request: Any, context: Any) -> bool:
+        return await answers.validate_request(request)
+
+    async def main() -> None:
+        added: list[Any] = []
+
+        async def add(*arguments: Any, **options: Any) -> None:
+            added.append((*arguments, options))
+
+        client = SimpleNamespace(add_protobuf_handler=add)
+        _name_callers(client)
+        await client.add_protobuf_handler("rpc", handler, "type", balanced=False)
+        ((name, noting, *others),) = added
+        assert (name, others) == ("rpc", ["type", {"balanced": False}])
+        context = SimpleNamespace(remote_id=load_hivemind().PeerID.from_base58(peer_of(public(1))))
+        await calls.sign_request(request, None)
+        answered = await noting(request, context)
+        assert answered == (shown in {"PingRequest": TICKETS, "FindRequest": ("train", "look")}.get(kind, ("train",)))
+        if answered:
+            assert bool(request.peer.node_id) == (shown == "train")
+        request.auth.signature = b"spoilt"
+        assert not await noting(request, context)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("ticket", "bytes_more"),
+    [
+        (member(1), 113),
+        (
+            encode(
+                (
+                    grant(key(0), RUN, MEMBER | Right.ONCE, NOW_S + 60, public(2)),
+                    grant(key(2), RUN, MEMBER, NOW_S + 60, public(1)),
+                )
+            ),
+            222,
+        ),
+    ],
+    ids=["the owner's", "an invite's"],
+)
+def test_a_ticket_costs_a_call_so_many_bytes(ticket: bytes, bytes_more: int) -> None:
+    """The figures of docs/design/admission.md."""
+
+    async def signed(raw: bytes) -> int:
+        caller = AdmissionState(RUN, lambda: NOW_S)
+        caller.own = HeldTicket.fixed(raw) if raw else None
+        request = inside("proto.dht_pb2:FindRequest")(peer=inside("proto.dht_pb2:NodeInfo")(node_id=b"n" * 20))
+        await _Authorizer(CallRules(lambda *parts: b"c" * 32, caller)).sign_request(request, None)
+        return int(request.ByteSize())
+
+    assert asyncio.run(signed(ticket)) - asyncio.run(signed(b"")) == bytes_more
+
+
+@given(st.integers(0, 2**32), st.integers(2, 30), st.sets(st.integers(0, 29)), st.booleans())
+def test_peers_that_the_owner_shuts_out_are_neither_found_nor_asked_nor_stored_to(
+    seed: int, count: int, places: set[int], shown: bool
+) -> None:
+    """`shown`: we know their tickets, which have expired; else the owner's list names them."""
+    rng = Random(seed)
+    nodes = Neighbourhood([load_hivemind().PeerID.from_base58(peer_of(public(number))) for number in range(count)])
+    out = {number for number in places if 0 < number < count}
+    now_s, place = NOW_S, rng.randbytes(20)
+    state = AdmissionState(RUN, lambda: now_s)
+    state.pin(OWNER, "invited")
+    state.own = HeldTicket.fixed(member(0))
+    nodes.node = DhtNode(nodes.node._node, id_of, state)
+    if shown:
+        assert not any(state.show(peer_of(public(number)), member(number, NOW_S + 1)) for number in out)
+        now_s += 2
+    else:
+        state.take_revocations(encode_list(signed_list(key(0), RUN, 1, {public(each): NOW_S + 9 for each in out})))
+
+    async def main() -> None:
+        refused = {nodes.peers[number] for number in out}
+        found = await nodes.node.nearest(place, 30)
+        assert set(found) == set(nodes.peers) - refused
+        for peer in refused:
+            assert await nodes.node.find(peer, place) is None
+            assert await nodes.node.store(peer, place, "me", b"", 1.0) is None
+        assert not refused & set(nodes.asked)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("right", ["open", "ticket", "none"])
+def test_a_node_joins_by_pings_and_asks_further_as_soon_as_it_may(right: str) -> None:
+    """One of the peers that it joins by is silent."""
+    nodes = Neighbourhood([some_peer(Random(number)) for number in range(9)])
+    state = None if right == "open" else AdmissionState(RUN, lambda: NOW_S)
+    if state is not None and right == "ticket":
+        state.own = HeldTicket.fixed(member(1))
+    nodes.node = DhtNode(nodes.node._node, id_of, state)
+    silent, other = nodes.peers[1:3]
+
+    async def ping(peer: Any) -> Any:
+        return None if peer is silent else id_of(peer)
+
+    nodes.protocol.call_ping = ping
+    assert asyncio.run(nodes.node.join([silent, other], 5.0))
+    assert bool(nodes.asked) == (right != "none")
+    assert not asyncio.run(nodes.node.join([silent], 5.0))
+
+
+def test_before_it_has_a_ticket_a_node_asks_nobody_in_a_run_with_an_owner() -> None:
+    rng = Random(0)
+    nodes = Neighbourhood([some_peer(rng) for _ in range(20)])
+    state, place = AdmissionState(RUN, lambda: NOW_S), rng.randbytes(20)
+    nodes.node = DhtNode(nodes.node._node, id_of, state)
+
+    async def main() -> None:
+        with pytest.raises(ConnectionResetError, match="no ticket yet"):
+            await nodes.node.nearest(place, 12)
+        assert not nodes.asked
+        state.own = HeldTicket.fixed(member(1))
+        assert len(await nodes.node.nearest(place, 12)) == 12
+        own = [peer for peer in nodes.order(id_of(nodes.me)) if peer != nodes.me][:8]
+        assert all(nodes.asked[peer] for peer in own), "those near our own place hear of us"
 
     asyncio.run(main())
 

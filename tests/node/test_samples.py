@@ -283,14 +283,14 @@ class Slow(Peer):
     """One whose text takes long to open."""
 
     async def _open_text(self) -> Any:
-        await asyncio.sleep(100.0)
+        await asyncio.sleep(50.0)
         return self.text
 
 
 async def test_what_others_do_while_a_source_opens_its_text_counts_for_it() -> None:
     """Its stamps, its learning rate and its end were late by that for all of its session."""
 
-    hub, what = SimNetwork(), recipe(stages=2, replicas=2, steps=1500)
+    hub, what = SimNetwork(), recipe(stages=2, replicas=2, steps=750)
     last = [Peer(hub, what, f"peer-last-{number}", 1, job_s=0.02) for number in range(2)]
     first = Peer(hub, what, "peer-first", 0, job_s=0.1)
     await until(lambda: len(first.of(events.InnerStep)) > 20)

@@ -147,18 +147,18 @@ class Song(Text):
 
 
 def last_loss(windows: int) -> float:
-    """Return the mean loss of the last 30 steps of a run of two stages, one window in flight or two."""
+    """Return the mean loss of the last 20 steps of a run of two stages, one window in flight or two."""
 
     async def main() -> float:
         hub = SimNetwork(FAR)
-        what = with_windows(recipe(steps=80, window=4, per_round=10_000), windows)
+        what = with_windows(recipe(steps=60, window=4, per_round=10_000), windows)
         peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1)]
         peers[0].text = Song(what.run, "peer-0")
         async with asyncio.timeout(600):
             await asyncio.gather(*[peer.task for peer in peers])
         assert (peers[0].stages[-1].statistics()["stale_backwards"] > 0) == (windows == 2)
         steps = peers[1].of(events.InnerStep)
-        return sum(event.loss for event in steps[-30:]) / 30
+        return sum(event.loss for event in steps[-20:]) / 20
 
     return run(main())
 

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_stages import CPU, GPT2, INNER, LLAMA, VOCABULARY, cuts, drawn_ids, make_stage, prepared
 from torch import Tensor
@@ -202,6 +202,7 @@ def test_one_half_of_each_adapter_may_stay_as_it_was_drawn() -> None:
     assert stage.step(0.01, 1.0).applied
 
 
+@settings(max_examples=15)
 @given(st.sets(st.sampled_from(["q_proj", "mlp.up_proj", "layers.1.self_attn.v_proj", "o_proj"]), min_size=1))
 def test_targets_are_ends_of_names(targets: set[str]) -> None:
     recipe, adapter = family("llama"), ADAPTER._replace(targets=tuple(targets))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import cache
 from random import Random
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gossip.rule.outer_step import Tensors
+from research.laboratory.experiments import task
 from research.laboratory.experiments.cell import Cell, Result, Rule
 from research.laboratory.experiments.choices import lacks
 from research.laboratory.experiments.grid import at
@@ -30,11 +32,19 @@ from research.laboratory.methods.synchronous import groups
 from research.laboratory.running import trial
 from research.theory.pair_step import pseudo_gradient
 
-pytestmark = pytest.mark.usefixtures("one_held_out_batch")
+pytestmark = pytest.mark.usefixtures("one_held_out_batch", "smaller")
 
 few = settings(max_examples=25)
 seeds = st.integers(0, 2**20)
 CELL = replace(at(heads()["mean"][0], 1e-2, 1), replicas=4, steps=10, inner_steps=3, late_inner_steps=None)
+
+
+@pytest.fixture(scope="module")
+def smaller() -> Iterator[None]:
+    """Shrink the model of the small scale."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(task, "SMALL", task.SMALL._replace(width=16, layers=1, intermediate=32, sequence_length=32))
+        yield
 
 
 def tensors(seed: int) -> Tensors:

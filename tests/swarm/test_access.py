@@ -144,7 +144,7 @@ async def enter(
     recipe = await fetch(network, way.invite.peers, owned.digest)
     way.pin(recipe.run)
     assert recipe.text == owned.recipe.text
-    assert (way.accepts is None) == (credential is None)
+    assert (way.state is None) == (credential is None)
 
 
 async def test_an_open_run_gives_a_ticket_once_and_the_home_keeps_it(tmp_path: Path, little_work: list[str]) -> None:

@@ -27,6 +27,7 @@ from noloco_node.swarm.receipts import (
     MOST_LISTED,
     MOST_SESSIONS,
     RECEIPT_BYTES,
+    SPARE,
     IssuedReceipts,
     ReceiptLedger,
     ReceiptRecord,
@@ -146,6 +147,7 @@ class Swarm:
         self.true: Counter[str] = Counter()
         self.sources, self.ledger = [f"x{number}" for number in range(sources)], ReceiptLedger()
         self.signed_for_nothing: dict[str, dict[str, int]] = {}
+        self.unread: set[str] = set()
         self.ledger.take({})
         self.ledger.begin()
 
@@ -162,7 +164,7 @@ class Swarm:
             honest = decode_receipts(raws[signer]).samples if signer in raws else {}  # type: ignore[union-attr]
             told = {tag_of(source): samples for source, samples in lies.items()}
             raws[signer] = msgspec.msgpack.encode(ReceiptRecord(1, honest | told))
-        self.ledger.take(raws)
+        self.ledger.take({signer: each for signer, each in raws.items() if signer not in self.unread})
 
 
 @pytest.mark.parametrize("speeds", [[1.0], [1.0, 1.0], [1.0, 1.0, 1.0, 1.0], [8.0, 1.0, 1.0], [1.0] * 10])
@@ -173,6 +175,36 @@ def test_honest_work_is_credited(speeds: list[float], microbatches: int) -> None
         swarm.refresh(microbatches)
     for source in swarm.sources:
         assert 0.95 * swarm.true[source] <= swarm.ledger.verified(source) <= swarm.true[source]
+
+
+@pytest.mark.parametrize("signers", [16, 40, 80, 128])
+@pytest.mark.parametrize("each", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("unread", [0.0, 0.25])
+def test_work_is_credited_before_a_source_has_met_all_signers(signers: int, each: float, unread: float) -> None:
+    """A source of a large stage has met few signers for a long time; the others count for the work of the rest.
+
+    `each`: microbatches of a source, for each signer. `unread`: the part of the signers whose receipts are not read.
+    """
+    credited = []
+    for seed in range(5):
+        swarm = Swarm([1.0] * signers, sources=20, seed=seed)
+        swarm.unread = {f"y{number}" for number in range(int(unread * signers))}
+        swarm.refresh(round(each * signers))
+        done = [swarm.true[source] for source in swarm.sources]
+        believed = map(min, done, map(swarm.ledger.verified, swarm.sources))
+        credited.append(sum(believed) / sum(done))
+    assert sum(credited) / len(credited) >= 0.6
+
+
+@pytest.mark.parametrize("microbatches", [5, 10, 40])
+def test_a_signer_gives_its_friend_little_before_a_source_has_met_all_signers(microbatches: int) -> None:
+    given_away, batch = [], 2
+    for seed in range(40):
+        swarm = Swarm([1.0] * 40, seed=seed)
+        swarm.signed_for_nothing = {"y0": {"friend": 10**9}}
+        swarm.refresh(microbatches, batch)
+        given_away.append(swarm.ledger.verified("friend"))
+    assert sum(given_away) / len(given_away) <= 1.5 * SPARE * batch
 
 
 def test_who_proved_nothing_to_us_has_no_voice() -> None:

@@ -32,6 +32,7 @@ microbatches_per_step = 2
 [data]
 source = "json"
 path = "rows.jsonl"
+shuffle = false
 form = "messages"
 chat_template = "chatml"
 validation_percent = 20.0

@@ -339,7 +339,7 @@ def _swarm(factor: float, *, dynamic: bool, stages: int = 1) -> _Watcher:
     """Simulate stages of two production nodes each, of which the very last is `factor` times slower."""
     text = (
         f"[swarm]\nstages = {stages}\nreplicas = 2\nrounds = 6\ninner_steps_per_round = 20\nrefresh_s = 2.0\n"
-        "microbatches_per_step = 8\n[network]\nlatency = {mean_s = 0.001}\n"
+        "microbatches_per_step = 4\n[network]\nlatency = {mean_s = 0.001}\n"
         f"[[fault]]\nkind = 'slow'\nat_s = 0.0\npeer = 's{stages - 1}r1'\nfactor = {factor}\n"
     )
     setting = build_setup(decode_scenario(text, "the test's scenario"))

@@ -195,6 +195,27 @@ def test_a_replica_that_returns_takes_no_far_weights_and_blames_nobody() -> None
     assert torch.equal(a.rounds.state.slow[0], drawn(1))
 
 
+@pytest.mark.parametrize("later", [0, 1])
+def test_before_its_first_meeting_a_replica_blames_no_far_partner_that_has_met_others(later: int) -> None:
+    """`later`: how many rounds after ours the partner's weights have met anybody's."""
+
+    def far(sender: str, receiver: str, message: Any) -> Any:
+        if sender == "b" and isinstance(message, Probe):
+            return replace(message, last_met=message.last_met + later)
+        return (
+            replace(message, fast=(message.fast[0] * 9.0,))
+            if sender == "b" and isinstance(message, Weights)
+            else message
+        )
+
+    world, settings = World(tamper=far), replace(SETTINGS, skips_before_solo=100)
+    a, b = (Toy(world, name, settings, optimum=1.0, origin=origin(drawn(1))) for name in "ab")
+    run(live([a, b], 38))
+    assert a.met == []
+    assert a.lost
+    assert all(loss.implausible == (not later) for loss in a.lost)
+
+
 def test_a_liars_probe_moves_int4_by_a_bounded_amount_or_is_refused() -> None:
     def after(factor: float) -> Toy:
         lie = changed("b", Probe, lambda message: replace(message, fast=message.fast * factor))

@@ -17,7 +17,7 @@ from noloco_node.planning.model_layout import make_stage
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
 
-PER_ROUND, STEPS = 5, 30
+PER_ROUND, STEPS = 3, 18
 SMALL = {"stages": 1, "layers": 1}
 CPU = torch.device("cpu")
 
@@ -71,7 +71,7 @@ def test_a_codec_leads_to_about_the_same_model_for_less(codec: str, near: float,
 async def test_a_newcomer_in_the_middle_of_a_period_becomes_a_replica(gamma: float) -> None:
     hub = SimNetwork()
     rule = f"gamma = {gamma}\nmomentum_period = 3\nalpha = 0.4"
-    what = recipe(**SMALL, replicas=2, steps=60, per_round=3, extra=rule)
+    what = recipe(**SMALL, replicas=2, steps=36, per_round=3, extra=rule)
     peers = [Peer(hub, what, f"peer-{letter}", 0, job_s=0.05) for letter in "ab"]
     await until(lambda: len(peers[0].of(OuterStepTaken)) == 4)
     peers.append(Peer(hub, what, "newcomer", 0, job_s=0.05))
