@@ -104,8 +104,12 @@ class AdmissionState:
 
     def rights_by(self, peer: str, raw: bytes) -> Right:
         """Return what a peer may do that shows a ticket with each call; of its new ones few are verified a minute."""
+        if self._owner is None:
+            return Right(0)
         known, minute = self._shown_by(peer), int(self._unix_time() // 60)
         if known is None or known[0] != raw:
+            if known is not None and not self.refusal(peer) and (rights_of(raw), until_of(raw)) <= _rank(known[1]):
+                return known[1].rights  # `show` would keep the better ticket, and it would be verified at each call
             if minute != self._minute:
                 self._minute, self._tried = minute, Counter()
             self._tried[peer] += 1

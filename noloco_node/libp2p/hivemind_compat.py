@@ -246,10 +246,11 @@ class DhtNode:
         return await self._search(type(self._node.node_id)(int.from_bytes(place) ^ 1), most)
 
     async def _become_known(self) -> None:
-        """Search our own place, once; raise ConnectionResetError as long as we hold no ticket and need one."""
+        """Search our own place, once; raise ConnectionResetError as long as we hold no good ticket and need one."""
         if self._is_known:
             return
-        if self._admission is not None and self._admission.own is None:
+        if self._admission is not None and (self._admission.own is None or self._admission.own.is_expired):
+            # Nodes would refuse our calls, and hivemind would drop them from our table as silent ones.
             raise ConnectionResetError("we hold no ticket yet, without which no node of the DHT answers")
         self._is_known = True
         await self._search(self._node.node_id, _BUCKET)
@@ -279,7 +280,7 @@ class DhtNode:
         return [peer for node_id, peer in named if node_id == self._id_of(peer)]
 
     def check_ids(self) -> None:
-        """Refuse from now on every peer whose node says another id than the peer's."""
+        """Refuse from now on every peer whose node says another id than the peer's; no refused one is a neighbour."""
         protocol, enter = self._node.protocol, self._node.protocol.update_routing_table
 
         async def checked(node_id: Any, peer_id: PeerId, responded: bool = True) -> None:
@@ -287,7 +288,8 @@ class DhtNode:
                 self._refused[peer_id] = None
                 if len(self._refused) > _MOST_REFUSED:
                     del self._refused[next(iter(self._refused))]
-                node_id, responded = None, False  # so hivemind drops it from the table
+            if self._is_refused(peer_id):
+                node_id, responded = None, False  # so hivemind drops it from the table, and gives it no records to keep
             await enter(node_id, peer_id, responded)
 
         protocol.update_routing_table = checked

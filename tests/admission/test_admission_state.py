@@ -150,6 +150,21 @@ def test_few_new_tickets_of_a_caller_are_verified_in_a_minute(lives_s: list[int]
     assert state.rights_by(peer, member(1)) == MEMBER
 
 
+def test_a_caller_with_a_worse_ticket_is_answered_when_its_better_one_is_refused() -> None:
+    """Nor do calls count that came before we knew the owner."""
+    peer, worse = PEERS[0], member(1, NOW_S + 40)
+    by = grant(key(0), RUN, Right.SIGN | MEMBER, NOW_S + 60, public(2))
+    better = encode((by, grant(key(2), RUN, MEMBER, NOW_S + 60, public(1))))
+    state = AdmissionState(RUN, lambda: NOW_S)
+    assert not any(state.rights_by(peer, better) for _ in range(2 * MOST_TRIED))
+    state.pin(OWNER, "invited")
+    assert state.rights_by(peer, better) == MEMBER
+    assert all(state.rights_by(peer, worse) == MEMBER for _ in range(2 * MOST_TRIED))
+    assert state.take_revocations(list_of(1, 2))
+    assert state.rights_by(peer, better) == Right(0)
+    assert state.rights_by(peer, worse) == MEMBER
+
+
 @given(st.lists(st.one_of(st.binary(max_size=200), st.just(list_of(1, 2))), max_size=4), st.binary(max_size=200))
 def test_before_the_owner_is_known_nothing_is_believed(lists: list[bytes], record: bytes) -> None:
     """So nothing that a stranger says first stands in the way of what the owner says later."""

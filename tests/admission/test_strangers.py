@@ -162,6 +162,24 @@ async def test_whoever_only_knows_an_address_gets_nothing(monkeypatch: pytest.Mo
         assert whole.statistics().get("conversations.answered", 0) == 0
 
 
+async def test_a_stranger_that_is_connected_is_given_no_records() -> None:
+    """A node without neighbours greets those that it is connected with: members alone, in a run with an owner."""
+    known, foreign = knowing(Clock()), knowing(Clock())
+    async with opened(admission=known) as first:
+        await serve(let_in(first, known))
+        (door,) = await first.addresses()
+        async with opened(door, admission=foreign) as other:
+            joined = first._joined
+            assert joined is not None
+            present = await joined.neighbours()
+            assert [each.peer for each in present] == [other.peer_id]
+            await joined._greet(present)
+            assert not joined.records.neighbours
+            assert known.show(other.peer_id, ticket(other)) == ""
+            await joined._greet(present)
+            assert joined.records.neighbours == 1
+
+
 async def test_whoever_knows_the_run_and_has_no_ticket_or_no_longer_one_is_out() -> None:
     clock = Clock()
     known, others, state, foreign = (knowing(clock) for _ in range(4))

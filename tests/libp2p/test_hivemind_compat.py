@@ -402,6 +402,7 @@ def test_peers_that_the_owner_shuts_out_are_neither_found_nor_asked_nor_stored_t
     state.pin(OWNER, "invited")
     state.own = HeldTicket.fixed(member(0))
     nodes.node = DhtNode(nodes.node._node, id_of, state)
+    nodes.node.check_ids()
     if shown:
         assert not any(state.show(peer_of(public(number)), member(number, NOW_S + 1)) for number in out)
         now_s += 2
@@ -416,6 +417,10 @@ def test_peers_that_the_owner_shuts_out_are_neither_found_nor_asked_nor_stored_t
             assert await nodes.node.find(peer, place) is None
             assert await nodes.node.store(peer, place, "me", b"", 1.0) is None
         assert not refused & set(nodes.asked)
+        for peer in nodes.peers[1:]:  # as when it answers a ping
+            await nodes.protocol.update_routing_table(id_of(peer), peer)
+        assert not any(peer in nodes.table for peer in refused), "a neighbour is given records to keep"
+        assert all(peer in nodes.table for peer in set(nodes.peers[1:]) - refused)
 
     asyncio.run(main())
 
@@ -439,13 +444,20 @@ def test_a_node_joins_by_pings_and_asks_further_as_soon_as_it_may(right: str) ->
     assert not asyncio.run(nodes.node.join([silent], 5.0))
 
 
-def test_before_it_has_a_ticket_a_node_asks_nobody_in_a_run_with_an_owner() -> None:
+@pytest.mark.parametrize("first", ["none", "expired"])
+def test_before_it_has_a_good_ticket_a_node_asks_nobody_in_a_run_with_an_owner(first: str) -> None:
     rng = Random(0)
     nodes = Neighbourhood([some_peer(rng) for _ in range(20)])
     state, place = AdmissionState(RUN, lambda: NOW_S), rng.randbytes(20)
     nodes.node = DhtNode(nodes.node._node, id_of, state)
 
+    async def ask() -> bytes:
+        raise AssertionError("nobody needs another ticket")
+
     async def main() -> None:
+        if first == "expired":
+            state.own = HeldTicket(lambda: NOW_S, tuple, ask)
+            state.own.raw = member(1, NOW_S - 1)
         with pytest.raises(ConnectionResetError, match="no ticket yet"):
             await nodes.node.nearest(place, 12)
         assert not nodes.asked
