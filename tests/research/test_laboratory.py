@@ -20,7 +20,7 @@ from toy_cells import outcome, toy
 from noloco_node.data.blocks import SMALLEST_PIECE_BYTES
 from noloco_node.data.file_documents import pieces_of, stdlib_files
 from research.laboratory import papers
-from research.laboratory.experiments.cell import ADDED_LATER, Adapters, Cell, Conditions, Result, Rule
+from research.laboratory.experiments.cell import ADDED_LATER, Adapters, Cell, Conditions, FineTuning, Result, Rule
 from research.laboratory.experiments.choices import lacks
 from research.laboratory.experiments.grid import RATES, Grid, Recipe, Run, at
 from research.laboratory.experiments.recipes import SMALL_RATES, everything, small, smoke
@@ -106,7 +106,7 @@ class TestCell:
         others |= {"scale": "small", "text": "torch", "fragments": 4, "overlap": 1, "mixing": 0.5}
         others |= {"density": 0.5, "pushes": 2, "batch": 2, "sharding": "fixed"}
         others |= {"grace_s": 5.0, "discount": "poly", "compensation": 3.0, "conditions": Conditions()}
-        others |= {"adapters": Adapters(base_text="prose")}
+        others |= {"adapters": Adapters(base_text="prose"), "fine_tuning": FineTuning(text="prose")}
         assert set(others) == set(ADDED_LATER)
         changed = [msgspec.structs.replace(cell, **{name: value}) for name, value in others.items()]
         assert len({digest, cell.key, *(one.key for one in changed)}) == 1 + len(others)

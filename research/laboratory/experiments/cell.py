@@ -83,6 +83,14 @@ class Adapters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     trained: Literal["both", "b", "alternating"] = "both"
 
 
+class FineTuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one machine does with the merged model of a run: a short training on another text, once at each rate."""
+
+    text: Corpus | Prose
+    steps: int = 80
+    rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
+
+
 class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One run.
 
@@ -109,6 +117,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     others is out of date.
     `conditions`: of the methods `quorum_mean`, `late_mean` and `gossip`; `steps` are then those of the fastest machine.
     `adapters`: what is trained in the place of all weights; `text` is then what they are trained on and judged by.
+    `fine_tuning`: what the merged model is trained on at the end; its losses there are among the notes of the result.
     """
 
     method: Method
@@ -146,6 +155,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     compensation: float = 0.0
     conditions: Conditions | None = None
     adapters: Adapters | None = None
+    fine_tuning: FineTuning | None = None
 
     @property
     def budget(self) -> int:
@@ -170,6 +180,7 @@ ADDED_LATER = {
         *("common_start", "often_at_end", "last_rounds", "weighed", "slower_lines", "charged", "beside"),
         *("roster_lag_s", "scale", "text", "fragments", "overlap", "mixing", "density", "pushes"),
         *("batch", "sharding", "grace_s", "discount", "compensation", "conditions", "adapters"),
+        "fine_tuning",
     )
 }
 """Fields that results from before do not know, and their defaults."""

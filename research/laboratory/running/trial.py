@@ -14,6 +14,7 @@ from research.laboratory.methods import synchronous
 from research.laboratory.methods.adapters import loss_of_base, named, product_error
 from research.laboratory.methods.async_server import server
 from research.laboratory.methods.final_rounds import last_rounds
+from research.laboratory.methods.fine_tuning import fine_tuned
 from research.laboratory.methods.fragments import shards, streaming
 from research.laboratory.methods.gossip import gossip
 from research.laboratory.methods.quorum_mean import late_mean, quorum_mean
@@ -63,11 +64,13 @@ async def _run(cell: Cell, tell: Callable[[float], None]) -> Result:
         await last_rounds(swarm, cell.last_rounds)
         swarm.note_point()
     replicas = swarm.replicas
-    if cell.conditions is not None or cell.adapters is not None:
+    if any(each is not None for each in (cell.conditions, cell.adapters, cell.fine_tuning)):
         held_out = losses_of(cell, swarm.stages_of(swarm.model()))
     if cell.adapters is not None:
         swarm.notes["before"] = loss_of_base(cell)
         swarm.notes["mean_of_products"] = product_error([named(replica.stages[0]) for replica in replicas])
+    if cell.fine_tuning is not None:
+        swarm.notes |= fine_tuned(cell, swarm.model())
     busy = [replica.busy_s / swarm.spent_at_s for replica in replicas]
     fastest = min(range(len(replicas)), key=lambda number: replicas[number].step_s)
     return Result(
