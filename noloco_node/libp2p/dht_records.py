@@ -24,7 +24,6 @@ from pathlib import Path
 
 import msgspec
 
-from noloco_node.admission.ticket import Right
 from noloco_node.errors import storage_error
 from noloco_node.libp2p.addresses import RELAYS_KEY, PeerAddress
 from noloco_node.libp2p.control import Control
@@ -83,18 +82,7 @@ class DhtRecords:
 
         node.filter_answers(prune)
         self._node = node
-        peers = [parts.PeerID.from_base58(address.peer) for address in bootstrap]
-        return await node.join(filter(self._is_no_stranger, peers), _ANSWER_S)
-
-    def _is_no_stranger(self, peer: PeerId) -> bool:
-        """Say whether a peer may become a neighbour by its answer, which shows no ticket.
-
-        In a run with an owner it must be a member, or one that we are told to join by. Others that are connected with
-        us may be strangers, and a neighbour is given records to keep.
-        """
-        admission, text = self._settings.admission, peer.to_base58()
-        told = any(address.endswith(f"/p2p/{text}") for address in self._settings.bootstrap)
-        return admission is None or told or Right.TRAIN in admission.rights(text)
+        return await node.join([parts.PeerID.from_base58(address.peer) for address in bootstrap], _ANSWER_S)
 
     def _accepts(self, place: bytes, peer: str, content: bytes) -> bool:
         """Say whether we keep a record of somebody's: those of relays carry no ticket."""
@@ -103,9 +91,7 @@ class DhtRecords:
         return admission is None or is_relays or admission.accepts(peer, content)
 
     async def greet(self, peer_id: PeerId) -> None:
-        """Make us known to a peer's node, unless it may be a stranger's."""
-        if self._is_no_stranger(peer_id):
-            await self._control.bounded(self._joined().ping(peer_id), self._wait_s)
+        await self._control.bounded(self._joined().ping(peer_id), self._wait_s)
 
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
         """Store a record of ours; False when the DHT refused it or did not answer in time."""

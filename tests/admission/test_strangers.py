@@ -162,8 +162,8 @@ async def test_whoever_only_knows_an_address_gets_nothing(monkeypatch: pytest.Mo
         assert whole.statistics().get("conversations.answered", 0) == 0
 
 
-async def test_a_stranger_that_is_connected_is_given_no_records() -> None:
-    """A node without neighbours greets those that it is connected with: members alone, in a run with an owner."""
+async def test_a_stranger_that_is_connected_is_neither_greeted_nor_kept_to_return_by() -> None:
+    """Whom a node greets becomes a neighbour in the DHT, which is given records to keep."""
     known, foreign = knowing(Clock()), knowing(Clock())
     async with opened(admission=known) as first:
         await serve(let_in(first, known))
@@ -171,13 +171,13 @@ async def test_a_stranger_that_is_connected_is_given_no_records() -> None:
         async with opened(door, admission=foreign) as other:
             joined = first._joined
             assert joined is not None
-            present = await joined.neighbours()
-            assert [each.peer for each in present] == [other.peer_id]
-            await joined._greet(present)
-            assert not joined.records.neighbours
-            assert known.show(other.peer_id, ticket(other)) == ""
-            await joined._greet(present)
-            assert joined.records.neighbours == 1
+            assert other._joined is not None
+            assert await joined.neighbours() == []
+            for rights, count in ((Right.LOOK, 0), (MEMBER, 1)):
+                assert known.show(other.peer_id, ticket(other, rights)) == ""
+                assert [each.peer for each in await joined.neighbours()] == [other.peer_id] * count
+            told = await other._joined.neighbours()
+            assert [each.peer for each in told] == [first.peer_id], "the one that it joined by"
 
 
 async def test_whoever_knows_the_run_and_has_no_ticket_or_no_longer_one_is_out() -> None:
