@@ -198,13 +198,15 @@ class InvariantChecker(Watcher):
     def _check_rosters(self) -> None:
         training, now_s = self._context.training(hostile=True), self._world.now_s
         roster_s = self._context.delays.roster_s
-        # A peer that drains before it moves says that it leaves: others may see that for a while, and then no more.
+        # A peer that drains before it moves says that it leaves: others may see that for a while, and then no more. In
+        # a blocking run it drains for a meeting too, and says nothing: a silent partner may hold it for as long as that.
         going, gone = set[str](), set[str]()
         for record, replica in training:
             moves = record.asked is None and is_closed(replica)
             record.closed_s = (record.closed_s or now_s) if moves else None
             if record.closed_s is not None:
-                (gone if now_s - record.closed_s > roster_s else going).add(record.name)
+                is_gone = now_s - record.closed_s > roster_s and not self._world.setting.run.outer.blocking
+                (gone if is_gone else going).add(record.name)
         if self._context.idle_s <= roster_s or self._context.sent_home:
             return
         if self._context.idle_s <= roster_s + ISOLATED_S and len(self._context.running) == 1:
