@@ -199,7 +199,7 @@ class InvariantChecker(Watcher):
         training, now_s = self._context.training(hostile=True), self._world.now_s
         roster_s = self._context.delays.roster_s
         # A peer that drains before it moves says that it leaves: others may see that for a while, and then no more. In
-        # a blocking run it drains for a meeting too, and says nothing: a silent partner may hold it for as long as that.
+        # a blocking run it drains for a meeting too, and says nothing: a silent partner may hold it for as long.
         going, gone = set[str](), set[str]()
         for record, replica in training:
             moves = record.asked is None and is_closed(replica)
