@@ -351,12 +351,12 @@ class InfluenceBound:
         *,
         round_fraction: float = 1.0,
         only: bool = False,
-        behind: bool = False,
+        ours_older: bool = False,
     ) -> float:
         """Return the share of the way to a partner's weights that counts; raise Implausible where none does.
 
         `round_fraction`: our inner steps since the last outer step over those of the fastest replica in a round, above
-        0 and at most 1. `only`: our stage has no other partner. `behind`: the partner's weights have met others'
+        0 and at most 1. `only`: our stage has no other partner. `ours_older`: the partner's weights have met others'
         later than ours. Raises another ConnectionAbortedError where we may be the ones who are far.
         """
         if not math.isfinite(deviation.distance):
@@ -382,7 +382,7 @@ class InfluenceBound:
         if ratio > (CLIP if often else REFUSE) * most:
             self._refused += 1
             far = f"weights {ratio:.3g} of a round's steps from ours, where {most:.3g} is usual"
-            if (behind or self._returned) and not self._has_counted:
+            if (ours_older or self._returned) and not self._has_counted:
                 raise ConnectionAbortedError(f"{far}: ours may be behind")
             raise Implausible(far)
         self._has_counted = True

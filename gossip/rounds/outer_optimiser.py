@@ -178,24 +178,26 @@ class OuterOptimiser:
         check(theirs, own, mine.norm)
         return Sides(mine.coded, theirs)
 
-    async def bound_fast(self, partner: str, sides: Sides, snapshot: Snapshot, *, behind: bool) -> Sides:
+    async def bound_fast(self, partner: str, sides: Sides, snapshot: Snapshot, *, ours_older: bool) -> Sides:
         """Return both sides with the share of the partner's that counts; raise Implausible where none does.
 
-        `behind`: its weights have met others' later than ours; then another ConnectionAbortedError may be raised.
+        `ours_older`: its weights have met others' later than ours; then another ConnectionAbortedError may be raised.
         """
-        return await self._compute(self._bounded, self._fast_bound, partner, sides, snapshot.fast, snapshot, behind)
+        return await self._compute(self._bounded, self._fast_bound, partner, sides, snapshot.fast, snapshot, ours_older)
 
-    async def bound_slow(self, partner: str, sides: Sides, snapshot: Snapshot, *, behind: bool) -> Sides:
+    async def bound_slow(self, partner: str, sides: Sides, snapshot: Snapshot, *, ours_older: bool) -> Sides:
         """Do likewise with slow weights; the snapshot says how far ours have come since."""
         ours = OwnWeights(self.state.slow)
-        return await self._compute(self._bounded, self._slow_bound, partner, sides, ours, snapshot, behind)
+        return await self._compute(self._bounded, self._slow_bound, partner, sides, ours, snapshot, ours_older)
 
     def _bounded(
-        self, bound: InfluenceBound, partner: str, sides: Sides, ours: OwnWeights, snapshot: Snapshot, behind: bool
+        self, bound: InfluenceBound, partner: str, sides: Sides, ours: OwnWeights, snapshot: Snapshot, ours_older: bool
     ) -> Sides:
         deviation = measure(sides.theirs, ours, self.state.slow, snapshot.fast)
         only = len(self._partners()) < 2
-        share = bound.share(partner, deviation, round_fraction=snapshot.round_fraction, only=only, behind=behind)
+        share = bound.share(
+            partner, deviation, round_fraction=snapshot.round_fraction, only=only, ours_older=ours_older
+        )
         return sides._replace(share=share)
 
     async def adopting(self, wire: Tensors, snapshot: Snapshot, *, alike: bool) -> Step:

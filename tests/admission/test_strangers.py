@@ -163,7 +163,7 @@ async def test_whoever_only_knows_an_address_gets_nothing(monkeypatch: pytest.Mo
 
 
 async def test_a_stranger_that_is_connected_is_neither_greeted_nor_kept_to_return_by() -> None:
-    """Whom a node greets becomes a neighbour in the DHT, which is given records to keep."""
+    """A peer that a node greets becomes its neighbour in the DHT, and is given records to keep."""
     known, foreign = knowing(Clock()), knowing(Clock())
     async with opened(admission=known) as first:
         await serve(let_in(first, known))

@@ -6,6 +6,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from laboratory_results import result_of
 from msgspec.structs import replace
 
 from research.laboratory import fine_tuning
@@ -37,22 +38,7 @@ def outcome(method: str, cell: Cell) -> Result:
     assert cell.fine_tuning is not None
     level, noise = LEVELS[method], Random(cell.seed).gauss(0.0, 0.01)
     notes = {after(rate): 1.0 + level / 2 + noise + (rate != 3e-3) for rate in cell.fine_tuning.rates}
-    return Result(
-        cell=cell,
-        merged=level + noise,
-        single=level,
-        spread=0.0,
-        virtual_s=80.0,
-        busy=1.0,
-        fast_busy=1.0,
-        bytes_per_step=6e3,
-        rounds=12.0,
-        steps_taken=(cell.steps,) * cell.replicas,
-        curve=(),
-        wall_s=1.0,
-        notes={BEFORE: 2.0 + level + noise, **notes},
-        held_out=(),
-    )
+    return result_of(cell, level + noise, notes={BEFORE: 2.0 + level + noise, **notes})
 
 
 def test_the_page_compares_at_the_rate_of_the_seed_that_is_not_reported(tmp_path: Path) -> None:
@@ -75,3 +61,21 @@ def test_what_chooses_a_rate_is_not_reported() -> None:
     for recipe in grid.recipes:
         assert (0 in grid.seeds_of(recipe)) == recipe.name.endswith(CHOOSING)
         assert len(grid.seeds_of(recipe)) == (1 if recipe.name.endswith(CHOOSING) else 5)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--only", "nothing", "--out", "new"], "no recipe is named nothing"),
+        (["--out", "file"], "--out file cannot be a directory"),
+    ],
+)
+def test_a_survey_that_cannot_begin_says_why_in_a_line(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    with pytest.raises(SystemExit) as ended:
+        fine_tuning.main(words)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err

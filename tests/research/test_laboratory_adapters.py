@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from laboratory_results import result_of
 from msgspec.structs import replace
 from torch import Tensor
 
@@ -165,22 +166,8 @@ def outcome(side: Side, cell: Cell) -> Result:
     noise = Random(cell.key)
     level = LEVELS[side] + 0.1 * abs(math.log(cell.learning_rate / 4e-2))
     parts = tuple(level + Random(part).gauss(0.0, 0.2) + noise.gauss(0.0, 0.002) for part in range(32))
-    return Result(
-        cell=cell,
-        merged=sum(parts) / len(parts),
-        single=level,
-        spread=0.0,
-        virtual_s=80.0,
-        busy=1.0,
-        fast_busy=1.0,
-        bytes_per_step=6e3,
-        rounds=12.0,
-        steps_taken=(cell.steps,) * cell.replicas,
-        curve=(),
-        wall_s=1.0,
-        notes={"before": 3.0, "mean_of_products": 0.01},
-        held_out=parts,
-    )
+    notes = {"before": 3.0, "mean_of_products": 0.01}
+    return result_of(cell, sum(parts) / len(parts), single=level, notes=notes, held_out=parts)
 
 
 def side_of(name: str) -> Side:

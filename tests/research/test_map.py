@@ -8,6 +8,7 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from laboratory_results import result_of
 
 from noloco_node.planning.method_map import FAR, MAP, on_such_lines
 from research.laboratory import map as laboratory_map
@@ -38,21 +39,8 @@ def outcome(cell: Cell) -> Result:
         )
         for part in range(1, 10)
     )
-    return Result(
-        cell=cell,
-        merged=merged,
-        single=merged,
-        spread=0.0,
-        virtual_s=10800.0,
-        busy=1.0,
-        fast_busy=1.0,
-        bytes_per_step=1.0,
-        rounds=9.0,
-        steps_taken=(1,) * cell.replicas,
-        curve=curve,
-        wall_s=1.0,
-        held_out=parts,
-    )
+    others = {"bytes_per_step": 1.0, "rounds": 9.0, "steps_taken": (1,) * cell.replicas}
+    return result_of(cell, merged, virtual_s=10800.0, curve=curve, held_out=parts, **others)
 
 
 def pairs(method: str, count: int) -> list[tuple[Result, Result]]:

@@ -29,7 +29,14 @@ class Survey(NamedTuple):
 
 def run_by_seed(what: Survey, words: Sequence[str] | None, work: Work) -> int:
     """Run what is due, by `work`, seed after seed, and write the page; return the exit code."""
-    asked = _parser(what).parse_args(words)
+    parser = _parser(what)
+    asked = parser.parse_args(words)
+    if not _narrowed(what.grid(1), asked.only).recipes:
+        parser.error(f"no recipe is named {' or '.join(asked.only)}; {what.name}.md lists them")
+    try:
+        asked.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {asked.out} cannot be a directory: {error.strerror}")
     store = Store(asked.out / f"{what.name}.jsonl")
     os.environ["OMP_NUM_THREADS"] = "1"  # read by torch in the workers
     failed = 0

@@ -286,20 +286,22 @@ def test_only_refusals_in_a_row_make_us_doubt_ourselves(near: str) -> None:
         bound.share(near, at(1.0))
 
 
-@pytest.mark.parametrize(("returned", "behind"), [(True, False), (False, True), (True, True)])
-def test_a_replica_that_is_behind_blames_nobody_for_the_distance_until_it_has_met(returned: bool, behind: bool) -> None:
+@pytest.mark.parametrize(("returned", "ours_older"), [(True, False), (False, True), (True, True)])
+def test_a_replica_that_is_behind_blames_nobody_for_the_distance_until_it_has_met(
+    returned: bool, ours_older: bool
+) -> None:
     """A slow machine at first, or one that returns, is rounds behind and far from all; no liar counts for that."""
     bound = InfluenceBound(returned=returned)
     for _ in range(2):
         with pytest.raises(ConnectionAbortedError, match="ours may be behind") as refused:
-            bound.share("honest", at(16.3), behind=behind)
+            bound.share("honest", at(16.3), ours_older=ours_older)
         assert not isinstance(refused.value, Implausible)
     for lie in (at(1.0, alike=-0.9), at(math.inf)):
         with pytest.raises(Implausible):
             bound.share("liar", lie)
     assert bound.share("near", at(1.0)) == 1.0
     with pytest.raises(Implausible):
-        bound.share("liar", at(30.0), behind=True)
+        bound.share("liar", at(30.0), ours_older=True)
 
 
 def test_a_partner_that_is_where_we_are_counts_whole() -> None:
