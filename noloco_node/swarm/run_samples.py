@@ -79,31 +79,43 @@ class _Verified(NamedTuple):
 
 
 class SampledWork:
-    """The inner steps that all replicas of a stage take, from rosters that are samples."""
+    """The samples that all sources draw, from rosters that are samples.
 
-    def __init__(self) -> None:
+    The sources that two readings list stand for all. What one has drawn since we first saw it counts up to
+    `MOST_PACE` times the typical pace. So a pace that is known better later also corrects what was counted before.
+    """
+
+    def __init__(self, samples_per_step: int) -> None:
+        self._spare = samples_per_step
+        """What a source may have drawn beyond its pace by chance."""
         self._begun: dict[str, tuple[float, int]] = {}
-        """When we first saw each replica (loop seconds), and its inner steps then."""
+        """When we first saw each source (loop seconds), and its samples then."""
+        self._counted: dict[str, float] = {}
+        """What counts of each source's samples since then, as of the last reading."""
 
-    def steps_per_s(self, roster: Roster, stage: int = 0) -> float | None:
-        """Return the inner steps a second of a stage; None until some replicas have been watched for long enough."""
-        now_s, before = roster.stage_read_at(stage), self._begun
-        steps = {each.peer: each.inner_steps for each in roster.stage(stage) if each.state is PeerState.TRAINING}
+    def take(self, roster: Roster) -> tuple[float, float]:
+        """Note a reading of stage 0; return the samples drawn since the one before, and the samples a second."""
+        now_s, records, begun = roster.stage_read_at(0), roster.stage(0), self._begun
         self._begun = {
-            peer: before[peer] if peer in before and before[peer][1] <= done else (now_s, done)
-            for peer, done in steps.items()
+            each.peer: begun[each.peer]
+            if each.peer in begun and begun[each.peer][1] <= each.samples
+            else (now_s, each.samples)
+            for each in records
         }
-        watched = [
-            (now_s - since_s, steps[peer] - then)
-            for peer, (since_s, then) in self._begun.items()
-            if now_s - since_s >= LEAST_WATCHED_S
-        ]
-        if not watched:
-            return None
-        typical = median_low([taken / span_s for span_s, taken in watched])
-        # A step more than that may be chance.
-        paces = [min(taken, MOST_PACE * typical * span_s + 1) / span_s for span_s, taken in watched]
-        return fmean(paces) * len(steps) * roster.scale(stage)
+        spans_s = {peer: now_s - since_s for peer, (since_s, _) in self._begun.items()}
+        taken = {each.peer: each.samples - self._begun[each.peer][1] for each in records}
+        at_work = [each.peer for each in records if each.state is PeerState.TRAINING and spans_s[each.peer] > 0.0]
+        typical = median_low([taken[peer] / spans_s[peer] for peer in at_work] or [0.0])
+        before, self._counted = self._counted, {
+            peer: min(drawn, MOST_PACE * typical * spans_s[peer] + self._spare) for peer, drawn in taken.items()
+        }
+        known = [self._counted[peer] - before[peer] for peer in taken if peer in before and spans_s[peer] > 0.0]
+        drawn = fmean(known or [0.0]) * roster.size(0).peers
+        if not at_work:
+            return drawn, 0.0
+        pace = sum(self._counted[peer] for peer in at_work) / sum(spans_s[peer] for peer in at_work)
+        training = sum(each.state is PeerState.TRAINING for each in records)
+        return drawn, pace * training * roster.scale(0)
 
 
 class RunSamples:
@@ -116,12 +128,8 @@ class RunSamples:
         self._run, self._membership, self._me = run, membership, membership.me
         self._verified = Derived(lambda: membership.roster, self._progress_of)
         self._met = Derived(lambda: membership.roster, self._meet)
-        self._work, self._estimate, self._estimated_s = (
-            SampledWork(),
-            float(reached),
-            membership.roster.stage_read_at(0),
-        )
-        """The run's samples as of a reading (loop seconds) while the roster is a sample, and as last told before."""
+        self._work, self._estimate = SampledWork(run.samples_per_step), float(reached)
+        """The run's samples by the last reading while the roster is a sample, and as last told before."""
         self._noted_s = float("-inf")
         """The last reading of stage 0 that the estimate takes into account (loop seconds)."""
         self._most_finished = False
@@ -169,21 +177,18 @@ class RunSamples:
         self._is_estimate |= roster.is_sample
         if self._is_estimate and roster.stage_read_at(0) == self._noted_s:
             return self._estimate
-        self._noted_s = roster.stage_read_at(0)
-        steps_per_s = self._work.steps_per_s(roster)
-        # What a sample shows before a pace is known counts when it is; what was done before is counted exactly.
-        passed_s = 0.0 if steps_per_s is None else self._noted_s - self._estimated_s
-        self._estimated_s = self._estimated_s + passed_s if self._is_estimate else self._noted_s
+        passed_s, self._noted_s = roster.stage_read_at(0) - self._noted_s, roster.stage_read_at(0)
+        drawn, rate = self._work.take(roster)
         if self._is_estimate:
-            self._rate = (steps_per_s or 0.0) * self._run.samples_per_step
-            reached = self._estimate + self._rate * passed_s
+            self._rate = rate
+            reached = self._estimate + drawn
             self._most_finished |= run_over(roster.sources, roster.sources_finished)
             others = [each.progress for each in roster.stage(0) if each.state in AT_WORK and each.peer != self._me]
             if self._most_finished:
                 others = [1.0]
             if others:
-                # On the mean their records are half as old as the time between two.
-                median = median_low(others) * self._run.budget_samples + self._rate * RENEWED_S / 2
+                # Their records are as old as those by which we count.
+                median = median_low(others) * self._run.budget_samples
                 reached += (1.0 - math.exp(-passed_s / FOLLOWS_S)) * (median - reached)
             self._estimate = max(self._estimate, reached)
         return self._estimate
@@ -191,7 +196,8 @@ class RunSamples:
     def _sampled(self) -> float:
         """Return the estimate as of now, which never falls."""
         estimate = self._estimated()
-        ahead_s = min(loop_s() - self._noted_s, LONGEST_AHEAD_S) if self._rate else 0.0
+        # On the mean a record is half as old as the time between two.
+        ahead_s = min(loop_s() - self._noted_s, LONGEST_AHEAD_S) + RENEWED_S / 2
         self._shown = max(self._shown, estimate + self._rate * ahead_s)
         return self._shown
 
