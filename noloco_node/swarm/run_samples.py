@@ -206,7 +206,9 @@ class RunSamples:
         self._look(own)
         roster = self._membership.roster
         reached = self._sampled() if self._is_estimate else self._signed(own)
-        nearly = reached >= NEARLY_OVER * self._run.budget_samples
+        # Two standard errors of an estimate: the others know as well as we do.
+        unsure = 1.0 + 2.0 * roster.size(0).error if self._is_estimate else 1.0
+        nearly = reached * unsure >= NEARLY_OVER * self._run.budget_samples
         mostly = reached >= DESERTED_OVER * self._run.budget_samples
         if self._run.pipeline.stages == 1 and self._is_deserted(roster) and mostly:
             return True
