@@ -12,7 +12,7 @@ a run of one stage by its own meetings. Sources without such proof are believed 
 no more work comes: in a run of one stage, when nobody else is at work any more.
 
 Where a stage has so many replicas that the roster is a sample, nobody can add up all sources. Then a source estimates
-the run's samples: it adds up the inner steps of the sources that it knows, times the number for which each stands
+the run's samples: it adds up the samples of the sources that it knows, times the number for which each stands
 (`SampledWork`). Errors of chance differ from source to source, so each also follows the median of what the others have
 reached. Once everybody is known again, a source counts as one that begins then with what it has estimated.
 """
@@ -47,8 +47,6 @@ UNMET_TIMES = 2
 """Until our first meeting, names count as up to so many times the run's replicas."""
 
 
-LEAST_WATCHED_S = 60.0
-"""For which a source is watched before its pace counts."""
 MOST_PACE = 2.0
 """A source's pace counts up to so many times the median."""
 FOLLOWS_S = 2000.0
@@ -78,44 +76,54 @@ class _Verified(NamedTuple):
     finished_in_all: int
 
 
-class SampledWork:
-    """The samples that all sources draw, from rosters that are samples.
+class _Watched(NamedTuple):
+    """A source whose work we watch: when we first saw it (loop seconds), its samples then, and what counts since."""
 
-    The sources that two readings list stand for all. What one has drawn since we first saw it counts up to
-    `MOST_PACE` times the typical pace. So a pace that is known better later also corrects what was counted before.
+    since_s: float
+    first: float
+    counted: float
+
+    def now(self, samples: int) -> _Watched:
+        """Return the same for a source that says so many samples now; where it lost count, more come on top."""
+        return self._replace(first=min(self.first, samples - self.counted))
+
+
+class SampledWork:
+    """The samples that all sources of a run draw, from rosters that are samples.
+
+    Sources that two readings list stand for all. What one has drawn since we first saw it counts up to `MOST_PACE`
+    times the typical pace. So a source of which news comes late counts in full when it comes.
     """
 
     def __init__(self, samples_per_step: int) -> None:
         self._spare = samples_per_step
-        """What a source may have drawn beyond its pace by chance."""
-        self._begun: dict[str, tuple[float, int]] = {}
-        """When we first saw each source (loop seconds), and its samples then."""
-        self._counted: dict[str, float] = {}
-        """What counts of each source's samples since then, as of the last reading."""
+        """Samples that a source may have drawn by chance beyond its pace."""
+        self._watched: dict[str, _Watched] = {}
 
     def take(self, roster: Roster) -> tuple[float, float]:
-        """Note a reading of stage 0; return the samples drawn since the one before, and the samples a second."""
-        now_s, records, begun = roster.stage_read_at(0), roster.stage(0), self._begun
-        self._begun = {
-            each.peer: begun[each.peer]
-            if each.peer in begun and begun[each.peer][1] <= each.samples
-            else (now_s, each.samples)
-            for each in records
+        """Note a reading of stage 0; return the samples that all drew since the one before, and draw in a second."""
+        now_s, records = roster.stage_read_at(0), {each.peer: each for each in roster.stage(0)}
+        before = {
+            peer: watched.now(records[peer].samples)
+            for peer, watched in self._watched.items()
+            if peer in records and watched.since_s < now_s
         }
-        spans_s = {peer: now_s - since_s for peer, (since_s, _) in self._begun.items()}
-        taken = {each.peer: each.samples - self._begun[each.peer][1] for each in records}
-        at_work = [each.peer for each in records if each.state is PeerState.TRAINING and spans_s[each.peer] > 0.0]
+        spans_s = {peer: now_s - watched.since_s for peer, watched in before.items()}
+        taken = {peer: records[peer].samples - watched.first for peer, watched in before.items()}
+        training = {peer for peer, each in records.items() if each.state is PeerState.TRAINING}
+        at_work = [peer for peer in before if peer in training]
         typical = median_low([taken[peer] / spans_s[peer] for peer in at_work] or [0.0])
-        before, self._counted = self._counted, {
-            peer: min(drawn, MOST_PACE * typical * spans_s[peer] + self._spare) for peer, drawn in taken.items()
+        counted = {
+            peer: max(watched.counted, min(taken[peer], MOST_PACE * typical * spans_s[peer] + self._spare))
+            for peer, watched in before.items()
         }
-        known = [self._counted[peer] - before[peer] for peer in taken if peer in before and spans_s[peer] > 0.0]
-        drawn = fmean(known or [0.0]) * roster.size(0).peers
-        if not at_work:
-            return drawn, 0.0
-        pace = sum(self._counted[peer] for peer in at_work) / sum(spans_s[peer] for peer in at_work)
-        training = sum(each.state is PeerState.TRAINING for each in records)
-        return drawn, pace * training * roster.scale(0)
+        self._watched = {
+            peer: before[peer]._replace(counted=counted[peer]) if peer in before else _Watched(now_s, each.samples, 0.0)
+            for peer, each in records.items()
+        }
+        grown = fmean([counted[peer] - before[peer].counted for peer in before] or [0.0])
+        pace = sum(counted[peer] for peer in at_work) / (sum(spans_s[peer] for peer in at_work) or 1.0)
+        return grown * roster.size(0).peers, pace * len(training) * roster.scale(0)
 
 
 class RunSamples:
@@ -130,7 +138,8 @@ class RunSamples:
         self._met = Derived(lambda: membership.roster, self._meet)
         self._work, self._estimate = SampledWork(run.samples_per_step), float(reached)
         """The run's samples by the last reading while the roster is a sample, and as last told before."""
-        self._noted_s = float("-inf")
+        self._work.take(membership.roster)
+        self._noted_s = membership.roster.stage_read_at(0)
         """The last reading of stage 0 that the estimate takes into account (loop seconds)."""
         self._most_finished = False
         """Whether most sources of a sample have said that they have finished; they are in no later one."""
@@ -178,10 +187,10 @@ class RunSamples:
         if self._is_estimate and roster.stage_read_at(0) == self._noted_s:
             return self._estimate
         passed_s, self._noted_s = roster.stage_read_at(0) - self._noted_s, roster.stage_read_at(0)
+        # Work that only a sample shows counts by its estimate; what was done before is counted exactly.
         drawn, rate = self._work.take(roster)
         if self._is_estimate:
-            self._rate = rate
-            reached = self._estimate + drawn
+            reached, self._rate = self._estimate + drawn, rate
             self._most_finished |= run_over(roster.sources, roster.sources_finished)
             others = [each.progress for each in roster.stage(0) if each.state in AT_WORK and each.peer != self._me]
             if self._most_finished:
@@ -206,7 +215,7 @@ class RunSamples:
         self._look(own)
         roster = self._membership.roster
         reached = self._sampled() if self._is_estimate else self._signed(own)
-        # Two standard errors of an estimate: the others know as well as we do.
+        # Those of which most have finished know as much as we do, whose estimate has an error.
         unsure = 1.0 + 2.0 * roster.size(0).error if self._is_estimate else 1.0
         nearly = reached * unsure >= NEARLY_OVER * self._run.budget_samples
         mostly = reached >= DESERTED_OVER * self._run.budget_samples
