@@ -3,7 +3,7 @@
     python -m benchmarks.simulator.thousand_peers  # 4 stages x 256, 20 rounds, 1 % loss, twice
     python -m benchmarks.simulator.thousand_peers --stages 10 --replicas 1000 --rounds 2 --once
     python -m benchmarks.simulator.thousand_peers --stages 2 --replicas 40 --rounds 2 --forward 1 --loss 0 --once
-    python -m benchmarks.simulator.thousand_peers --stages 2 --replicas 64 --rounds 2 --forward 2 --loss 0 --shards 4 16 --once
+    python -m benchmarks.simulator.thousand_peers --stages 2 --replicas 64 --rounds 2 --forward 2 --shards 4 16 --once
     python -m benchmarks.simulator.thousand_peers --replicas 64 --where  # where a call's time goes
 
 Every peer is a whole production node: routing, windows, gossip, presence. Replaced are event loop, network, device and
