@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from checkpoints import LLAMA, write_model
-from process_swarm import LOCAL, host, is_finished, join, look, peer, run_file, steps
+from process_swarm import LOCAL, SLOW, host, is_finished, join, look, peer, run_file, steps
 from processes import Command, Commands
 from typer.testing import CliRunner
 
@@ -66,8 +66,7 @@ class Crowd:
         self.all_train()
 
     def newcomer(self, stage: int) -> Command:
-        """Start a replica whose device is slow: a swarm without end would keep every core of the machine busy."""
-        return join(self.commands, self.invite, stage, "--slowdown", "10")
+        return join(self.commands, self.invite, stage, *SLOW)
 
     @property
     def sound(self) -> list[Command]:
