@@ -307,7 +307,6 @@ def test_a_few_loud_tokens_count_like_others_and_many_are_refused(
 ) -> None:
     """Of sixteen tokens two may be of any size: a token that no replica has learnt yet honestly is."""
     bound, loud = taught(code), sized(seed)
-    others = [place for place in range(16) if place not in places]
     loud.view(16, 64)[sorted(places)] *= times * REFUSE
     wire = encode(code, loud)
     if len(places) > 2:
