@@ -139,8 +139,10 @@ def bounds_of_norms(code: ActivationCode, wire: Tensor) -> Tensor:
     Of plain numbers they are the norms themselves. Not finite where a value is not, or where a norm overflows float32.
     """
     rows = wire.reshape(-1, wire.shape[-1])
+    largest: Tensor
     if code.plain:
-        return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+        largest = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+        return largest
     scales = rows[:, TOP_BYTES : TOP_BYTES + width_of(code, wire.shape[-1]) // BLOCK]
     largest = torch.linalg.vector_norm(_tops(rows).float() * _fractions(wire.device)[scales.int()], dim=1)
     beyond = 0.5 / _middle(code) if code.dithered else 0.0
