@@ -27,7 +27,7 @@ pytestmark = pytest.mark.network
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_with_trainer.py"
 MODULES = ("transformers.trainer", "accelerate", "peft")
-STEPS = 40
+STEPS = 24
 
 
 def written(commands: Commands, steps: int) -> tuple[Path, Command, str]:

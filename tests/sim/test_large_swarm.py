@@ -14,7 +14,7 @@ from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import World, simulate
 from noloco_node.swarm import membership, shards
 
-REPLICAS, STEPS = 34, 20
+REPLICAS, STEPS = 34, 12
 SWARM = f"""
 [swarm]
 stages = 2

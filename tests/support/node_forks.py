@@ -35,6 +35,7 @@ NODE = (
     "noloco_node.node.node",
     "noloco_node.export.exporter",
     "noloco_node.cli.main",
+    "typer._adapters",  # by the first command line that is read
     "noloco_node.planning.graph_memory",
     "pydantic.main",  # these three by libp2p, at the first address and the first record
     "netaddr.ip",

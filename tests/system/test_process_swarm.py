@@ -155,12 +155,13 @@ def all_leave(commands: list[Command]) -> None:
 
 
 def test_a_run_outlives_its_bootstrap_peer_and_ends_in_a_checkpoint(commands: Commands) -> None:
-    run = run_file(commands.directory, steps=120)
+    run = run_file(commands.directory, steps=60)
     bootstrap, invite = host(commands, run)
-    sources = [join(commands, invite, 0) for _ in range(2)]
+    slow = ("--slowdown", "5")  # or the run might end before its bootstrap peer is killed
+    sources = [join(commands, invite, 0, *slow) for _ in range(2)]
     commands.until(lambda: all(source.events(Started) for source in sources), "both sources are there", alive=sources)
     # Nothing could happen without the next stage; so neither source has used up the run before the other came.
-    replicas = [*sources, *(join(commands, invite, 1) for _ in range(2))]
+    replicas = [*sources, *(join(commands, invite, 1, *slow) for _ in range(2))]
     commands.until(lambda: all(map(steps, replicas)), "all four train", alive=replicas)
     seen = look(commands, invite)
     check_status(seen, replicas)
