@@ -52,9 +52,9 @@ def continuing_text(directory: Path, preset: str, adapter: AdapterConfig = NO_AD
     """Return the text of a run that goes on from the checkpoint in `directory`; raise `UserError` if it has none.
 
     Cut and sequences are those of the checkpoint's own run, else the preset's as far as the model has layers and
-    positions; the batch is small, and the learning rate a tenth of the preset's. A checkpoint whose tokenizer is not ByT5's is read with its
-    own. The files are read whole, for their digests. A run of adapters has the preset's learning rate, and one stage:
-    their rounds take few bytes, and between stages each token would take many.
+    positions; the batch is small, and the learning rate a tenth of the preset's. A checkpoint whose tokenizer is not
+    ByT5's is read with its own. The files are read whole, for their digests. A run of adapters has the preset's
+    learning rate, and one stage: their rounds take few bytes, and between stages each token would take many.
     """
     directory = directory.expanduser().absolute()
     given, config, files = numbers_of(preset), _config_of(directory), weight_files(directory)

@@ -204,7 +204,8 @@ def _flows(base: RunConfig, before: RunConfig) -> Iterator[RunConfig]:
     found: dict[tuple[int, int], float] = {}
     for size in sizes:
         for factor in _FACTORS:
-            window, largest = max(1, round(factor * asked / (replicas * size))), most // (replicas * size)
+            largest = most // (replicas * size)
+            window = max(1, min(largest, round(factor * asked / (replicas * size))))
             even = max(1, round(window / replicas)) * replicas
             for choice in (window, even) if base.pipeline.stages > 1 else (window,):
                 if choice <= largest:
