@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import prod, sqrt
+from math import isclose, prod, sqrt
 from pathlib import Path
 
 from msgspec import structs

@@ -48,9 +48,9 @@ matrix product; on a GPU some 160 bytes of memory move, an estimate, whose time 
 BUS_BYTES_PER_S = 8e9
 """Each way at once between main memory and a GPU: an estimate, two thirds of what PCIe 3.0 with 16 lanes carries."""
 WAITING = 0.32
-"""Of a line's time between the first and the last stage, for each such stage, by the root of the microbatches in flight:
-a transfer whose other end is busy waits on a line that could carry more. Both directions of such a stage's line are
-full, so one waits for the next; with more in flight another is there more often. Fitted to simulations
+"""Of a line's time between the first and the last stage, for each such stage, by the root of how many microbatches are
+in flight: a transfer whose other end is busy waits on a line that could carry more. Both directions of such a stage's
+line are full, so one waits for the next; with more in flight another is there more often. Fitted to simulations
 (`tests/planning/test_throughput.py`)."""
 
 
