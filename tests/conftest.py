@@ -7,6 +7,7 @@ import functools
 import gc
 import inspect
 import itertools
+import os
 import signal
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -29,6 +30,9 @@ LONG = (*REAL, "shared")
 # that: tests of Ctrl-C would then test nothing.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+# Most of libp2p's daemons live for seconds. To collect garbage as they start takes a sixth of their time.
+os.environ.setdefault("GOGC", "400")
 
 # What is imported stays. To look through it for garbage again and again takes a quarter of the time of the imports, and
 # half a second for each collection that a test asks for.

@@ -3,6 +3,7 @@
     python -m benchmarks.simulator.thousand_peers  # 4 stages x 256, 20 rounds, 1 % loss, twice
     python -m benchmarks.simulator.thousand_peers --stages 10 --replicas 1000 --rounds 2 --once
     python -m benchmarks.simulator.thousand_peers --stages 2 --replicas 40 --rounds 2 --forward 1 --loss 0 --once
+    python -m benchmarks.simulator.thousand_peers --stages 2 --replicas 64 --rounds 2 --forward 2 --shards 4 16 --once
     python -m benchmarks.simulator.thousand_peers --replicas 64 --where  # where a call's time goes
 
 Every peer is a whole production node: routing, windows, gossip, presence. Replaced are event loop, network, device and
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from gossip.interface import OuterStepTaken, RoundSkipped
+from noloco_node.swarm.shards import LEAST_IN_SHARD, MOST_IN_SHARD
 
 HERE = Path(__file__).resolve()
 PARTS = {
@@ -51,7 +53,10 @@ def simulated(options: argparse.Namespace) -> dict[str, Any]:
     from noloco_node.sim.scenario.scenario import DevicesConfig, NetworkConfig, Scenario, SwarmConfig
     from noloco_node.sim.scenario.setup import build_setup
     from noloco_node.sim.world import World, simulate
+    from noloco_node.swarm import membership, shards
 
+    for module in (membership, shards):
+        vars(module).update(zip(("LEAST_IN_SHARD", "MOST_IN_SHARD"), options.shards, strict=True))
     torch.set_num_threads(1)
     scenario = Scenario(
         name="a thousand peers",
@@ -174,6 +179,14 @@ def main() -> int:
     parser.add_argument("--loss", type=float, default=0.01)
     parser.add_argument("--forward", type=float, default=0.05, metavar="S", help="seconds of a forward pass")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--shards",
+        type=int,
+        nargs=2,
+        default=(LEAST_IN_SHARD, MOST_IN_SHARD),
+        metavar=("LEAST", "MOST"),
+        help="records under one key of a stage that nobody knows whole",
+    )
     parser.add_argument("--once", action="store_true", help="one process, no comparison")
     parser.add_argument("--where", action="store_true", help="profile instead, and print shares by part")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)

@@ -12,7 +12,7 @@ a run of one stage by its own meetings. Sources without such proof are believed 
 no more work comes: in a run of one stage, when nobody else is at work any more.
 
 Where a stage has so many replicas that the roster is a sample, nobody can add up all sources. Then a source estimates
-the run's samples: it adds up the inner steps of the sources that it knows, times the number for which each stands
+the run's samples: it adds up the samples of the sources that it knows, times the number for which each stands
 (`SampledWork`). Errors of chance differ from source to source, so each also follows the median of what the others have
 reached. Once everybody is known again, a source counts as one that begins then with what it has estimated.
 """
@@ -47,8 +47,6 @@ UNMET_TIMES = 2
 """Until our first meeting, names count as up to so many times the run's replicas."""
 
 
-LEAST_WATCHED_S = 60.0
-"""For which a source is watched before its pace counts."""
 MOST_PACE = 2.0
 """A source's pace counts up to so many times the median."""
 FOLLOWS_S = 2000.0
@@ -78,32 +76,54 @@ class _Verified(NamedTuple):
     finished_in_all: int
 
 
+class _Watched(NamedTuple):
+    """A source whose work we watch: when we first saw it (loop seconds), its samples then, and what counts since."""
+
+    since_s: float
+    first: float
+    counted: float
+
+    def now(self, samples: int) -> _Watched:
+        """Return the same for a source that says so many samples now; where it lost count, more come on top."""
+        return self._replace(first=min(self.first, samples - self.counted))
+
+
 class SampledWork:
-    """The inner steps that all replicas of a stage take, from rosters that are samples."""
+    """The samples that all sources of a run draw, from rosters that are samples.
 
-    def __init__(self) -> None:
-        self._begun: dict[str, tuple[float, int]] = {}
-        """When we first saw each replica (loop seconds), and its inner steps then."""
+    Sources that two readings list stand for all. What one has drawn since we first saw it counts up to `MOST_PACE`
+    times the typical pace. So a source of which news comes late counts in full when it comes.
+    """
 
-    def steps_per_s(self, roster: Roster, stage: int = 0) -> float | None:
-        """Return the inner steps a second of a stage; None until some replicas have been watched for long enough."""
-        now_s, before = roster.stage_read_at(stage), self._begun
-        steps = {each.peer: each.inner_steps for each in roster.stage(stage) if each.state is PeerState.TRAINING}
-        self._begun = {
-            peer: before[peer] if peer in before and before[peer][1] <= done else (now_s, done)
-            for peer, done in steps.items()
+    def __init__(self, samples_per_step: int) -> None:
+        self._spare = samples_per_step
+        """Samples that a source may have drawn by chance beyond its pace."""
+        self._watched: dict[str, _Watched] = {}
+
+    def take(self, roster: Roster) -> tuple[float, float]:
+        """Note a reading of stage 0; return the samples that all drew since the one before, and draw in a second."""
+        now_s, records = roster.stage_read_at(0), {each.peer: each for each in roster.stage(0)}
+        before = {
+            peer: watched.now(records[peer].samples)
+            for peer, watched in self._watched.items()
+            if peer in records and watched.since_s < now_s
         }
-        watched = [
-            (now_s - since_s, steps[peer] - then)
-            for peer, (since_s, then) in self._begun.items()
-            if now_s - since_s >= LEAST_WATCHED_S
-        ]
-        if not watched:
-            return None
-        typical = median_low([taken / span_s for span_s, taken in watched])
-        # A step more than that may be chance.
-        paces = [min(taken, MOST_PACE * typical * span_s + 1) / span_s for span_s, taken in watched]
-        return fmean(paces) * len(steps) * roster.scale(stage)
+        spans_s = {peer: now_s - watched.since_s for peer, watched in before.items()}
+        taken = {peer: records[peer].samples - watched.first for peer, watched in before.items()}
+        training = {peer for peer, each in records.items() if each.state is PeerState.TRAINING}
+        at_work = [peer for peer in before if peer in training]
+        typical = median_low([taken[peer] / spans_s[peer] for peer in at_work] or [0.0])
+        counted = {
+            peer: max(watched.counted, min(taken[peer], MOST_PACE * typical * spans_s[peer] + self._spare))
+            for peer, watched in before.items()
+        }
+        self._watched = {
+            peer: before[peer]._replace(counted=counted[peer]) if peer in before else _Watched(now_s, each.samples, 0.0)
+            for peer, each in records.items()
+        }
+        grown = fmean([counted[peer] - before[peer].counted for peer in before] or [0.0])
+        pace = sum(counted[peer] for peer in at_work) / (sum(spans_s[peer] for peer in at_work) or 1.0)
+        return grown * roster.size(0).peers, pace * len(training) * roster.scale(0)
 
 
 class RunSamples:
@@ -116,13 +136,10 @@ class RunSamples:
         self._run, self._membership, self._me = run, membership, membership.me
         self._verified = Derived(lambda: membership.roster, self._progress_of)
         self._met = Derived(lambda: membership.roster, self._meet)
-        self._work, self._estimate, self._estimated_s = (
-            SampledWork(),
-            float(reached),
-            membership.roster.stage_read_at(0),
-        )
-        """The run's samples as of a reading (loop seconds) while the roster is a sample, and as last told before."""
-        self._noted_s = float("-inf")
+        self._work, self._estimate = SampledWork(run.samples_per_step), float(reached)
+        """The run's samples by the last reading while the roster is a sample, and as last told before."""
+        self._work.take(membership.roster)
+        self._noted_s = membership.roster.stage_read_at(0)
         """The last reading of stage 0 that the estimate takes into account (loop seconds)."""
         self._most_finished = False
         """Whether most sources of a sample have said that they have finished; they are in no later one."""
@@ -169,21 +186,18 @@ class RunSamples:
         self._is_estimate |= roster.is_sample
         if self._is_estimate and roster.stage_read_at(0) == self._noted_s:
             return self._estimate
-        self._noted_s = roster.stage_read_at(0)
-        steps_per_s = self._work.steps_per_s(roster)
-        # What a sample shows before a pace is known counts when it is; what was done before is counted exactly.
-        passed_s = 0.0 if steps_per_s is None else self._noted_s - self._estimated_s
-        self._estimated_s = self._estimated_s + passed_s if self._is_estimate else self._noted_s
+        passed_s, self._noted_s = roster.stage_read_at(0) - self._noted_s, roster.stage_read_at(0)
+        # Work that only a sample shows counts by its estimate; what was done before is counted exactly.
+        drawn, rate = self._work.take(roster)
         if self._is_estimate:
-            self._rate = (steps_per_s or 0.0) * self._run.samples_per_step
-            reached = self._estimate + self._rate * passed_s
+            reached, self._rate = self._estimate + drawn, rate
             self._most_finished |= run_over(roster.sources, roster.sources_finished)
             others = [each.progress for each in roster.stage(0) if each.state in AT_WORK and each.peer != self._me]
             if self._most_finished:
                 others = [1.0]
             if others:
-                # On the mean their records are half as old as the time between two.
-                median = median_low(others) * self._run.budget_samples + self._rate * RENEWED_S / 2
+                # Their records are as old as those by which we count.
+                median = median_low(others) * self._run.budget_samples
                 reached += (1.0 - math.exp(-passed_s / FOLLOWS_S)) * (median - reached)
             self._estimate = max(self._estimate, reached)
         return self._estimate
@@ -191,7 +205,8 @@ class RunSamples:
     def _sampled(self) -> float:
         """Return the estimate as of now, which never falls."""
         estimate = self._estimated()
-        ahead_s = min(loop_s() - self._noted_s, LONGEST_AHEAD_S) if self._rate else 0.0
+        # On the mean a record is half as old as the time between two.
+        ahead_s = min(loop_s() - self._noted_s, LONGEST_AHEAD_S) + RENEWED_S / 2
         self._shown = max(self._shown, estimate + self._rate * ahead_s)
         return self._shown
 
@@ -200,7 +215,9 @@ class RunSamples:
         self._look(own)
         roster = self._membership.roster
         reached = self._sampled() if self._is_estimate else self._signed(own)
-        nearly = reached >= NEARLY_OVER * self._run.budget_samples
+        # Those of which most have finished know as much as we do, whose estimate has an error.
+        unsure = 1.0 + 2.0 * roster.size(0).error if self._is_estimate else 1.0
+        nearly = reached * unsure >= NEARLY_OVER * self._run.budget_samples
         mostly = reached >= DESERTED_OVER * self._run.budget_samples
         if self._run.pipeline.stages == 1 and self._is_deserted(roster) and mostly:
             return True

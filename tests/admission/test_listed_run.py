@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from process_swarm import LOCAL, host, run_file
+from process_swarm import LOCAL, SLOW, host, run_file
 from processes import Command, Commands
 
 from noloco_node.admission.owner_files import make_key, public_half, save_key
@@ -29,7 +29,7 @@ def listed(directory: Path) -> Path:
 
 
 def join(commands: Commands, invite: str, home: Path, stage: int = 0) -> Command:
-    options = ("--stage", str(stage), "--listen", LOCAL, "--refresh", "1", "--threads", "1", "--home", str(home))
+    options = ("--stage", str(stage), "--listen", LOCAL, "--refresh", "1", "--threads", "1", "--home", str(home), *SLOW)
     return commands.start("join", invite, *options)
 
 

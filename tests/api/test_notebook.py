@@ -33,6 +33,7 @@ def test_its_cells_join_watch_plot_and_leave(tmp_path: Path) -> None:
         names: dict[str, Any] = {}
         exec(cells[0], names)
         own = {"home": tmp_path / "node", "device": "cpu", "threads": 1, "listen": [LOCAL], "refresh": 0.5}
+        own["slowdown"] = 10.0
         names |= {"invite": invite, "looks": 3, "options": own}
         for cell in cells[1:]:
             exec(cell, names)

@@ -26,19 +26,20 @@ pytest.importorskip("peft")
 pytestmark = pytest.mark.network
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_with_trainer.py"
-STEPS = 40
+MODULES = ("transformers.trainer", "accelerate", "peft")
+STEPS = 24
 
 
 def written(commands: Commands, steps: int) -> tuple[Path, Command, str]:
     """Return the example's run file, its bootstrap peer and the invite."""
     path = commands.directory / "run.toml"
-    done = commands.start("--init", str(path), "--steps", str(steps), name="init", program=EXAMPLE)
+    done = commands.start("--init", str(path), "--steps", str(steps), name="init", program=EXAMPLE, modules=MODULES)
     assert done.wait() == Exit.OK, done.complaint
     return path, *host(commands, path, "--weights", str(commands.directory))
 
 
 def trainer(commands: Commands, invite: str, name: str, *more: str) -> Command:
-    return commands.start(str(EXAMPLE), "--swarm", invite, *more, name=name, home=True, program=MEMBER)
+    return commands.start(str(EXAMPLE), "--swarm", invite, *more, name=name, home=True, program=MEMBER, modules=MODULES)
 
 
 def test_three_trainers_train_adapters_and_end_with_the_run_though_one_is_killed(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ import torch
 from handlers import echo
 from limits import LAST_RESORT_S
 from node_forks import enter_network
-from process_swarm import TINY_MODEL, look, peer, steps
+from process_swarm import SLOW, TINY_MODEL, look, peer, steps
 from processes import Command, Commands
 from repository import ROOT
 
@@ -272,7 +272,7 @@ class Country:
 
     def join(self, space: str, invite: str, stage: int) -> Command:
         """Start a node in a namespace."""
-        options = ("--stage", str(stage), "--threads", "1")
+        options = ("--stage", str(stage), "--threads", "1", *SLOW)
         return self.commands.start("join", invite, *options, home=True, network=self.network(space))
 
     def peer(self, space: str) -> Peer:

@@ -27,13 +27,13 @@ def test_the_decoder_makes_a_message_or_a_violation_of_whatever_comes() -> None:
     declared = max(chosen.cap_bytes for chosen in fuzz.fuzzed_schemas())
     # A long header is there twice for a moment, as bytes and decoded; the rest is a good message's.
     assert peak - before < 3 * declared
-    seen = fuzz.outcomes(2, 96_000)
+    seen = fuzz.outcomes(2, 30_000)
     assert seen.keys() == {"violation", "message", "waits for more"}
-    assert min(seen.values()) > 5_000
+    assert min(seen.values()) > 2_000
 
 
 def test_peers_that_live_refuse_whatever_comes_and_keep_nothing_of_it() -> None:
-    seen = fuzz_peers.outcomes(0, 2_500, forward_s=4.0)
+    seen = fuzz_peers.outcomes(0, 1_000, forward_s=4.0)
     kinds = {what.partition(":")[0] for what in seen}
     assert kinds >= {"messages", "records", "texts", "inner steps of honest nodes"}
     assert seen["messages: message"] > 50, "some reach the handlers"
@@ -67,7 +67,7 @@ def test_a_handler_that_raises_stays_or_leaks_is_found(
     for owner, name in ((RunHistory, "serve"), (RunFileText, "serve"), (SpeedTestService, "answer")):
         monkeypatch.setattr(owner, name, handler)
     with pytest.raises(ExceptionGroup) as caught:
-        fuzz_peers.outcomes(0, 400, forward_s=8.0)
+        fuzz_peers.outcomes(0, 150, forward_s=8.0)
     (error,) = caught.value.exceptions
     assert isinstance(error, AssertionError)
     assert found in str(error)

@@ -30,7 +30,7 @@ class Seen(Watcher):
 @pytest.mark.parametrize(("liar", "stages"), [("s1r0", 2), ("s2r0", 3)])
 def test_each_caller_shuts_a_liar_out_and_nobody_else(liar: str, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spot_checks, "LEAST_VALUES", 0)  # the cheap model sends few
-    seen, swarm = Seen(), SwarmConfig(stages=stages, replicas=4, rounds=20, duration_s=3600.0)
+    seen, swarm = Seen(), SwarmConfig(stages=stages, replicas=4, rounds=12, duration_s=3600.0)
 
     def watch(world: World) -> Sequence[Watcher]:
         world.peers[liar].tampering = Attack(arithmetic=lambda stage: TamperedStage(stage, gradient=torch.ones_like))

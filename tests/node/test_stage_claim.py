@@ -148,8 +148,7 @@ async def test_a_newcomer_measures_itself_and_takes_the_stage_that_limits_the_sw
 
 @pytest.mark.parametrize(("alone", "claimed_s"), [(3.0, 0.4), (2.4, 0.5)])
 async def test_a_newcomer_counts_what_its_device_computes_again_at_each_stage(alone: float, claimed_s: float) -> None:
-    """A probe at the last stage, which keeps its graph, tells too little of a stage that does not. So does a probe whose
-    graph is kept, at a stage where not all are."""
+    """A probe whose graph is kept tells too little of a stage that keeps none, or only some."""
     hub = SimNetwork()
     for name, stage, device_s in (("a", 0, 1.0), ("b", 1, 0.5), ("c", 2, 2.0)):
         await Seeker(hub, name).serve(stage, device_s)

@@ -52,9 +52,10 @@ from tests.explorer.shrink import shrink
 
 pytestmark = pytest.mark.shared
 
-SEEDS = (*range(35), 83, *range(36, 40))
-"""Forty. Seed 35 takes as long as twelve others; in its place is 83, in which replicas move and peers evaluate too."""
-MANY = 10 * len(SEEDS)
+SEEDS = (0, 1, 3, 4, 5, 7, 9, 10, 14, 18, 21, 25, 26, 28, 29, 31, 32, 33, 34, 38)
+"""Half of the first forty, which evaluate every invariant, with every kind of fault, in two fifths of the time. More of
+them run by `python -m tests.explorer`."""
+MANY = 400
 """Seeds of which schedules are drawn, and do not run."""
 FEW = 6
 """Seeds within which a bug must be found. A test begins with one that finds its bug soon."""
@@ -91,25 +92,25 @@ def on_a_good_network(scenario: Scenario) -> Scenario:
 
 LEAST = {
     "checked.adopted": 5,
-    "checked.batch": 250,
-    "checked.bound": 200_000,
-    "checked.correction": 1200,
-    "checked.distance": 5000,
-    "checked.evaluated": 40,
-    "checked.failure": 3000,
-    "checked.finite": 1500,
-    "checked.gone": 20,
-    "checked.left": 8,
-    "checked.meet": 700,
-    "checked.pace": 5000,
-    "checked.pair": 600,
-    "checked.rest": 250,
-    "checked.roster": 50_000,
-    "checked.round": 200,
-    "checked.rule": 1200,
-    "checked.slot": 30_000,
-    "checked.talk": 800,
-    "checked.unmatched": 10,
+    "checked.batch": 85,
+    "checked.bound": 70_000,
+    "checked.correction": 580,
+    "checked.distance": 2100,
+    "checked.evaluated": 20,
+    "checked.failure": 1500,
+    "checked.finite": 670,
+    "checked.gone": 9,
+    "checked.left": 4,
+    "checked.meet": 170,
+    "checked.pace": 1900,
+    "checked.pair": 230,
+    "checked.rest": 95,
+    "checked.roster": 15_000,
+    "checked.round": 100,
+    "checked.rule": 580,
+    "checked.slot": 11_000,
+    "checked.talk": 300,
+    "checked.unmatched": 6,
 }
 """How often each invariant is really evaluated in all seeds, at least: one that is not looked at always holds.
 

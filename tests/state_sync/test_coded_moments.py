@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
 from sample_counters import counters
@@ -99,6 +99,7 @@ def test_a_section_of_codes_is_cut_into_the_same_units_without_a_gap(shapes: lis
     ]
 
 
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32), steps=st.integers(0, 30), spread=st.sampled_from([0.0, 1.0, 4.0]))
 def test_what_training_leaves_is_never_refused(seed: int, steps: int, spread: float) -> None:
     honest = state(seed % 1000, trained(seed, steps, spread=spread).moments())

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,6 +29,19 @@ import msgspec
 from noloco_node.libp2p.hivemind_compat import load_hivemind
 
 LOOK_S = 0.02
+NODE = (
+    "transformers.models.llama.modeling_llama",
+    "noloco_node.cli.host_machine",
+    "noloco_node.node.node",
+    "noloco_node.export.exporter",
+    "noloco_node.cli.main",
+    "typer._adapters",  # by the first command line that is read
+    "noloco_node.planning.graph_memory",
+    "pydantic.main",  # these three by libp2p, at the first address and the first record
+    "netaddr.ip",
+    "cid.cid",
+)
+"""Modules that a node loads."""
 _NEW_NETWORK = 0x40000000
 _NEVER = threading.Event()
 
@@ -49,6 +63,8 @@ class Request(msgspec.Struct):
     """The network namespace that it lives in; empty: ours."""
     program: str = ""
     """A Python program instead of `noloco-node`."""
+    modules: list[str] = []
+    """Modules that the program needs beside those of a node. They stay loaded for the next one."""
 
 
 class ForkedProcess:
@@ -119,10 +135,20 @@ def serve() -> None:
                 return
             *lines, unfinished = (unfinished + news).split(b"\n")
             for request in (msgspec.json.decode(line, type=Request) for line in lines):
+                load(request.modules)
                 if not (pid := os.fork()):
                     become(request)
                 alive[pid] = Path(request.code)
                 print(pid, flush=True)
+
+
+def load(modules: Iterable[str]) -> None:
+    """Import modules. What is imported stays, so the garbage collector need not look through it."""
+    gc.disable()
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()
+    gc.enable()
 
 
 def note_ends(alive: dict[int, Path]) -> None:
@@ -159,21 +185,8 @@ def become(request: Request) -> NoReturn:
 
 if __name__ == "__main__":
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory = tempfile.mkdtemp(prefix="node-forks-")
-    gc.disable()
-    for module in (
-        "transformers.models.llama.modeling_llama",
-        "noloco_node.cli.host_machine",
-        "noloco_node.node.node",
-        "noloco_node.export.exporter",
-        "noloco_node.cli.main",
-        "noloco_node.planning.graph_memory",
-        "pydantic.main",  # these three by libp2p, at the first address and the first record
-        "netaddr.ip",
-        "cid.cid",
-    ):
-        importlib.import_module(module)
+    load(NODE)
     load_hivemind()
     gc.freeze()
-    gc.enable()
     serve()
     shutil.rmtree(directory)

@@ -26,6 +26,10 @@ max_position_embeddings = 64"""
 """Costs next to nothing: part of a run file."""
 
 
+SLOW = ("--slowdown", "10")
+"""Options of a node that trains for as long as a test waits for others. At full speed it would keep a core busy."""
+
+
 def run_file(
     directory: Path,
     *,

@@ -50,6 +50,7 @@ class Command:
         forked: bool,
         program: Path | None = None,
         network: str = "",
+        modules: Iterable[str] = (),
     ) -> None:
         self.name = name
         self.home, self.temporary = directory / "home", directory / "tmp"
@@ -62,7 +63,9 @@ class Command:
         self._out.touch()
         self._err.touch()
         files = (str(self._out), str(self._err), str(directory / "code"), os.getcwd())
-        request = Request([*arguments], environment, *files, network=network, program=str(program or ""))
+        request = Request(
+            [*arguments], environment, *files, network=network, program=str(program or ""), modules=[*modules]
+        )
         self.process = _forks().start(request) if forked else _spawn(request)
 
     @property
@@ -132,15 +135,19 @@ class Commands:
         forked: bool = True,
         program: Path | None = None,
         network: str = "",
+        modules: Iterable[str] = (),
     ) -> Command:
         """Start `noloco-node`, or a Python program, with `arguments`; with `home`, also with a home of its own.
 
-        `forked`: it begins with the libraries loaded. `network`: the network namespace that it lives in; empty: ours.
+        `forked`: it begins with the libraries loaded, and with `modules`, which a program needs beside them. `network`:
+        the network namespace that it lives in; empty: ours.
         """
         name = name or f"{arguments[0]}{len(self._commands)}"
         directory = self.directory / name
         more = ("--home", str(directory / "home")) if home else ()
-        command = Command(name, directory, [*arguments, *more], forked=forked, program=program, network=network)
+        command = Command(
+            name, directory, [*arguments, *more], forked=forked, program=program, network=network, modules=modules
+        )
         self._commands.append(command)
         return command
 

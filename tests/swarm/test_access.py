@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from admission_keys import NOW_S, OWNER, admitted, key, public
 
-from noloco_node.admission import ticket_service
+from noloco_node.admission import admission_hook, ticket_service
 from noloco_node.admission.admission_hook import GRACE_S
 from noloco_node.admission.admission_state import MOST_PAUSE_S, RENEW_S, AdmissionState
 from noloco_node.admission.owner_files import IssuedEntry, MemberList, save_members
@@ -312,6 +312,13 @@ async def test_an_expired_ticket_is_borne_for_a_while_where_nobody_answers() -> 
     assert caught.value.code is Exit.UNREACHABLE
 
 
+@pytest.fixture
+def rarely_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a ticket be shown every hour, not every 15 seconds, in tests that last for months of virtual time."""
+    monkeypatch.setattr(admission_hook, "SHOWN_EVERY_S", 3600.0)
+
+
+@pytest.mark.usefixtures("rarely_shown")
 async def test_a_full_disk_costs_the_kept_ticket_and_not_the_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,6 +383,7 @@ def delegate(owned: OwnedRun, directory: Path, monkeypatch: pytest.MonkeyPatch, 
     return HostedAdmissions(owned.recipe, directory / "run.toml", directory / "identity.key", known)
 
 
+@pytest.mark.usefixtures("rarely_shown")
 @pytest.mark.parametrize("prolonged", [True, False])
 async def test_a_delegate_warns_for_days_and_goes_on_where_the_owner_prolongs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, prolonged: bool

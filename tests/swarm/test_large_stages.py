@@ -31,7 +31,7 @@ from noloco_node.swarm.membership import READ_S, Membership, roster_of, sampled
 from noloco_node.swarm.receipts import IssuedReceipts, ReceiptLedger, RunProgress
 from noloco_node.swarm.roster import Given, PeerRecord, Roster, brief
 from noloco_node.swarm.run_distribution import RunFileText
-from noloco_node.swarm.run_samples import RunSamples, SampledWork, believed_samples
+from noloco_node.swarm.run_samples import MOST_PACE, NEARLY_OVER, RunSamples, SampledWork, believed_samples
 from noloco_node.swarm.shards import DEEPEST, FOLLOWED, MOST_IN_SHARD, RENEWED_S, StageSize, written
 from noloco_node.swarm.stage_records import Published, decode_record, encode_record, newest
 from noloco_node.tasks import loop_s
@@ -265,30 +265,87 @@ def sample(replicas: int, listed: int, stages: int = 1, read_at: float = 0.0, **
     return Roster(stages=tuple(map(tuple, found)), sizes=(StageSize(float(replicas), 0.1),) * stages, read_at=read_at)
 
 
-@given(st.integers(0, 10**6), st.integers(100, 1000), st.floats(0.0, 0.2))
-@settings(max_examples=10)
-def test_steps_of_all_follow_from_a_sample_that_is_exchanged(seed: int, replicas: int, liars: float) -> None:
-    rng, work = Random(seed), SampledWork()
-    paces = [rng.uniform(0.5, 1.5) / 12.0 for _ in range(replicas)]
-    false = set(rng.sample(range(replicas), round(liars * replicas)))
-    listed = rng.sample(range(replicas), 96)
-    found = []
-    for reading in range(90):
-        if reading % 30 == 29:
-            listed = [*listed[48:], *rng.sample(range(replicas), 48)]
-        now_s = 10.0 * reading
-        records = tuple(
-            record(f"{each}", inner_steps=int((1000.0 if each in false else 1.0) * paces[each] * now_s) + each)
-            for each in sorted(set(listed))
-        )
-        roster = Roster(stages=(records,), sizes=(StageSize(float(replicas), 0.1),), read_at=now_s)
-        if (pace := work.steps_per_s(roster)) is not None:
-            found.append(pace)
-    assert len(found) == 90 - 6, "too short a time says nothing"
-    true = sum(paces)
-    mean = sum(found[6:]) / len(found[6:])
-    share = sum(f"{each}" in {str(one) for one in false} for each in listed) / len(listed)
-    assert 0.75 * true <= mean <= (1.25 + 2.5 * max(share, liars)) * true
+@given(
+    st.integers(0, 10**6),
+    st.integers(150, 1000),
+    st.sampled_from([0.0, 0.005, 0.05]),
+    st.lists(st.floats(30.0, 180.0), min_size=20, max_size=40),
+    st.floats(5.0, 100.0),
+)
+@settings(max_examples=25, deadline=None)
+def test_samples_of_all_follow_from_readings_of_some(
+    seed: int, replicas: int, churn: float, pauses_s: list[float], step_s: float
+) -> None:
+    """Sources are of unequal speed, publish once a minute, come and go; of the listed now and then half are exchanged.
+
+    `churn`: the part of the sources that leaves and comes between two readings. `step_s`: of a step of four samples.
+    """
+    rng, work, now_s = Random(seed), SampledWork(4), 0.0
+    born_s = dict.fromkeys(range(replicas), 0.0)
+    paces = {number: 4.0 * rng.uniform(0.5, 1.5) / step_s for number in born_s}
+    listed = set(rng.sample(sorted(born_s), 90))
+    estimate = left = 0.0
+
+    def samples(number: int, at_s: float) -> int:
+        return int(paces[number] * max(0.0, at_s - born_s[number]))
+
+    for reading, pause_s in enumerate([0.0, *pauses_s]):
+        for number in rng.sample(sorted(born_s), round(churn * replicas) if reading else 0):
+            left += samples(number, now_s - RENEWED_S / 2)
+            newest = max(born_s) + 1
+            born_s[newest], paces[newest] = now_s + rng.uniform(0.0, pause_s), paces[number]
+            del born_s[number]
+            # Those that come are as likely to be listed as others.
+            listed = listed - {number} | ({newest} if rng.random() < 90 / replicas else set())
+        if reading % 10 == 9:
+            kept = set(rng.sample(sorted(listed), 45))
+            listed = kept | set(rng.sample(sorted(born_s.keys() - kept), 45))
+        now_s += pause_s
+        records = []
+        for number in sorted(listed):
+            published_s = now_s - (now_s - number * RENEWED_S / replicas) % RENEWED_S
+            records.append(record(f"{number}", samples=samples(number, published_s)))
+        roster = Roster(stages=(tuple(records),), sizes=(StageSize(float(replicas), 0.1),), read_at=now_s)
+        drawn, pace = work.take(roster)
+        estimate += drawn
+    done = left + sum(samples(number, now_s - RENEWED_S / 2) for number in born_s)
+    assert estimate == pytest.approx(done, rel=0.15)
+    assert pace == pytest.approx(sum(paces[number] for number in born_s), rel=0.25)
+
+
+@given(st.lists(st.floats(1.0, 300.0), min_size=3, max_size=30), st.floats(0.001, 50.0), st.integers(100, 10**6))
+@settings(max_examples=50)
+def test_what_is_heard_late_counts_in_full(pauses_s: list[float], pace: float, replicas: int) -> None:
+    """However seldom a sample is read, and however slow its sources are."""
+    work, now_s, estimate = SampledWork(8), 0.0, 0.0
+    for pause_s in [0.0, *pauses_s]:
+        now_s += pause_s
+        estimate += work.take(sample(replicas, 20, read_at=now_s, samples=int(pace * now_s)))[0]
+    assert estimate == pytest.approx(replicas * int(pace * now_s))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 10**4), st.sampled_from(PeerState)), min_size=3, max_size=20),
+    st.integers(20, 100),
+    st.floats(0.0, 0.49),
+)
+def test_sources_that_boast_count_up_to_twice_the_typical(
+    says: list[tuple[int, PeerState]], listed: int, share: float
+) -> None:
+    """Whatever fewer than half of the listed sources say, and whether they say that they work."""
+    work, pace, estimate, liars = SampledWork(8), 0.1, 0.0, int(share * listed)
+    for reading, (samples, state) in enumerate(says):
+        now_s = 60.0 * reading
+        honest = [record(f"h{number}", samples=int(pace * now_s)) for number in range(listed - liars)]
+        others = [record(f"l{number}", samples=samples, state=state) for number in range(liars)]
+        roster = Roster(stages=((*honest, *others),), sizes=(StageSize(1000.0, 0.1),), read_at=now_s)
+        drawn, _ = work.take(roster)
+        assert drawn >= 0.0
+        estimate += drawn
+    share = liars / listed
+    true = 1000.0 * int(pace * now_s)
+    assert estimate <= true * (1.0 - share) + share * 1000.0 * (MOST_PACE * pace * now_s + 8) + 1e-6
+    assert estimate >= true * (1.0 - share) - 1e-6
 
 
 @pytest.mark.parametrize("pause", [1, 18])
@@ -312,13 +369,12 @@ async def test_a_source_estimates_how_far_the_run_is(pause: int) -> None:
     counted, reached = RunSamples(run, membership, reached=0, own=0), []
     for reading in range(1, 119):
         await asyncio.sleep(10.0)
-        steps = int(10.0 * reading / pace_s)
-        progress = max(0.0, (10.0 * reading - RENEWED_S / 2) / (100 * pace_s))
+        told_s = max(0.0, 10.0 * reading - RENEWED_S / 2)
         read_at = begun_s + 10.0 * reading
         if reading % pause == 0:
-            facts = {"inner_steps": steps, "progress": min(1.0, progress)}
-            membership.roster = sample(replicas, 90, 2, read_at, **facts)
-        reached.append(counted.progress(8 * steps, asyncio.get_running_loop().time()))
+            news = {"samples": int(8 * told_s / pace_s), "progress": min(1.0, told_s / (100 * pace_s))}
+            membership.roster = sample(replicas, 90, 2, read_at, **news)
+        reached.append(counted.progress(int(80.0 * reading / pace_s), asyncio.get_running_loop().time()))
     assert reached == sorted(reached)
     assert max(after - before for before, after in pairwise(reached[40:])) < 0.04, "also while nothing is read"
     assert reached[-1] == pytest.approx(118 / 120, abs=0.04)
@@ -327,6 +383,27 @@ async def test_a_source_estimates_how_far_the_run_is(pause: int) -> None:
     nearly = reached[-1] >= 0.95
     assert (counted.progress(800, asyncio.get_running_loop().time()) == 1.0) == nearly
     assert believed_samples(run, membership.roster) == budget
+
+
+@given(st.floats(0.0, 1.0), st.floats(0.02, 0.3), st.integers(0, 90))
+def test_a_source_of_which_most_have_finished_ends_within_the_error_of_its_estimate(
+    reached: float, error: float, finished: int
+) -> None:
+    async def main() -> None:
+        run = cast(Any, SimpleNamespace(budget_samples=10**6, samples_per_step=8, pipeline=PipelineConfig(stages=2)))
+        listed = [
+            record(f"s0r{number}", state=PeerState.FINISHED if number < finished else PeerState.TRAINING)
+            for number in range(90)
+        ]
+        roster = Roster(stages=(tuple(listed), ()), sizes=(StageSize(2000.0, error), None))
+        roster = sampled(roster, roster.sizes, (loop_s(), loop_s()))
+        told = {"issued": None, "receipts": ReceiptLedger(), "begin_counting": lambda: None}
+        membership = cast(Any, SimpleNamespace(me="s0r89", roster=roster, **told))
+        counted = RunSamples(run, membership, reached=round(reached * 10**6), own=0)
+        may_end = round(reached * 10**6) * (1.0 + 2.0 * error) >= NEARLY_OVER * 10**6
+        assert counted.is_over(0, loop_s()) == (may_end and 2 * finished > 90)
+
+    clock.run(main())
 
 
 def test_capacities_count_those_that_are_not_listed() -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from checkpoints import LLAMA, write_model
-from process_swarm import LOCAL, host, is_finished, join, look, peer, run_file, steps
+from process_swarm import LOCAL, SLOW, host, is_finished, join, look, peer, run_file, steps
 from processes import Command, Commands
 from typer.testing import CliRunner
 
@@ -66,8 +66,7 @@ class Crowd:
         self.all_train()
 
     def newcomer(self, stage: int) -> Command:
-        """Start a replica whose device is slow: a swarm without end would keep every core of the machine busy."""
-        return join(self.commands, self.invite, stage, "--slowdown", "10")
+        return join(self.commands, self.invite, stage, *SLOW)
 
     @property
     def sound(self) -> list[Command]:
@@ -156,12 +155,13 @@ def all_leave(commands: list[Command]) -> None:
 
 
 def test_a_run_outlives_its_bootstrap_peer_and_ends_in_a_checkpoint(commands: Commands) -> None:
-    run = run_file(commands.directory, steps=120)
+    run = run_file(commands.directory, steps=60)
     bootstrap, invite = host(commands, run)
-    sources = [join(commands, invite, 0) for _ in range(2)]
+    slow = ("--slowdown", "5")  # or the run might end before its bootstrap peer is killed
+    sources = [join(commands, invite, 0, *slow) for _ in range(2)]
     commands.until(lambda: all(source.events(Started) for source in sources), "both sources are there", alive=sources)
     # Nothing could happen without the next stage; so neither source has used up the run before the other came.
-    replicas = [*sources, *(join(commands, invite, 1) for _ in range(2))]
+    replicas = [*sources, *(join(commands, invite, 1, *slow) for _ in range(2))]
     commands.until(lambda: all(map(steps, replicas)), "all four train", alive=replicas)
     seen = look(commands, invite)
     check_status(seen, replicas)

@@ -23,7 +23,7 @@ import pytest
 import torch
 from memory_swarms import until
 from msgspec import structs
-from process_swarm import host, is_finished, join, run_file
+from process_swarm import SLOW, host, is_finished, join, run_file
 from processes import Command, Commands
 
 from gossip.interface import OuterStepTaken, RoundSkipped
@@ -149,7 +149,8 @@ def train_really(commands: Commands, run: Path, replicas: int) -> Swarm:
 
 
 def _join(commands: Commands, invite: str, stage: int, replicas: int) -> list[Command]:
-    nodes = [join(commands, invite, stage, "--refresh", str(REFRESH_S)) for _ in range(replicas)]
+    slow = SLOW if replicas > 1 else ()  # that run has no end
+    nodes = [join(commands, invite, stage, "--refresh", str(REFRESH_S), *slow) for _ in range(replicas)]
     commands.until(lambda: all(node.events(Started) for node in nodes), f"stage {stage} is there", alive=nodes)
     return nodes
 
