@@ -14,8 +14,12 @@
 alone bound it.
 
     up to SCALE medians     the message counts whole, unchanged to the bit
-    up to REFUSE medians    it is scaled down to SCALE medians
-    beyond, or not finite   it is refused
+    beyond                  its loudest tokens, an eighth (LOUDEST), are scaled down to the size of the others
+    still beyond            the whole message is scaled down to SCALE medians
+    then beyond REFUSE      it is refused, as it is where a value is not finite
+
+The gradient of a token is larger the smaller its activations are, so one token that no replica has learnt yet honestly
+makes a message a hundred times as large. Wrong weights, or a factor, make all tokens larger.
 
 The median is over peers, of the median of each peer's last messages: each peer has one voice. Of an even number the
 higher middle one counts, so that small messages cannot get honest ones refused. Before LEAST_KNOWN messages only
@@ -129,26 +133,33 @@ def gradient_seed_beside(codec: ActivationCodec, activations: Tensor) -> Callabl
 _beside = ThreadPoolExecutor(1, "activation hash")
 
 
-def bound_of_norm(code: ActivationCode, wire: Tensor) -> float:
-    """Return an upper bound of the norm of a message's values; of plain numbers the norm itself.
+def bounds_of_norms(code: ActivationCode, wire: Tensor) -> Tensor:
+    """Return upper bounds of the norms of the tokens of a message [..., row], float32 [tokens].
 
-    Not finite where a value is not, or where the norm overflows float32.
+    Of plain numbers they are the norms themselves. Not finite where a value is not, or where a norm overflows float32.
     """
-    if code.plain:
-        return float(torch.linalg.vector_norm(wire, dtype=torch.float32))
     rows = wire.reshape(-1, wire.shape[-1])
-    scales = rows[:, TOP_BYTES : TOP_BYTES + width_of(code, wire.shape[-1]) // BLOCK]
-    largest = torch.linalg.vector_norm(_tops(rows).float() * _fractions(wire.device)[scales.int()])
-    beyond = 0.5 / _middle(code) if code.dithered else 0.0
-    return (1.0 + beyond) * math.sqrt(BLOCK) * float(largest)
-
-
-def scaled(code: ActivationCode, wire: Tensor, factor: float) -> Tensor:
-    """Return a message whose values are so many times those of another, in new memory."""
+    largest: Tensor
     if code.plain:
-        return (wire.float() * factor).to(wire.dtype)
-    rows = wire.reshape(-1, wire.shape[-1]).clone()
-    rows[:, :TOP_BYTES] = (_tops(rows).float() * factor).bfloat16().view(torch.uint8)
+        largest = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+        return largest
+    scales = rows[:, TOP_BYTES : TOP_BYTES + width_of(code, wire.shape[-1]) // BLOCK]
+    largest = torch.linalg.vector_norm(_tops(rows).float() * _fractions(wire.device)[scales.int()], dim=1)
+    beyond = 0.5 / _middle(code) if code.dithered else 0.0
+    return largest.mul_((1.0 + beyond) * math.sqrt(BLOCK))
+
+
+def scaled(code: ActivationCode, wire: Tensor, factors: float | Tensor) -> Tensor:
+    """Return a message [..., row] whose values are so many times those of another, in new memory.
+
+    `factors`: one, or float32 [tokens].
+    """
+    rows = wire.reshape(-1, wire.shape[-1])
+    each = torch.as_tensor(factors, device=wire.device).view(-1, 1)
+    if code.plain:
+        return (rows.float() * each).to(wire.dtype).view(wire.shape)
+    rows = rows.clone()
+    rows[:, :TOP_BYTES] = (_tops(rows).float() * each).bfloat16().view(torch.uint8)
     return rows.view(wire.shape)
 
 
@@ -277,6 +288,8 @@ LEAST_KNOWN = 4
 CERTAIN = 32
 """Messages after which bounds are still twice as wide as they will be."""
 LEAST_VALUES = 8192
+LOUDEST = 1 / 8
+"""Of the tokens that are learnt: as many, the loudest, are no reason to refuse a message, and count less."""
 MESSAGES, PEERS = 3, 16
 """How much is remembered: the last messages of each peer, for sizes change with the weights, and the last peers."""
 
@@ -358,7 +371,8 @@ class SizeBound:
         check(self._code, wire)
         count = count_of(self._code, wire)
         few = counted * count < LEAST_VALUES
-        size = bound_of_norm(self._code, wire) / math.sqrt(max(1, count if few else counted * count))
+        norms, root = bounds_of_norms(self._code, wire), math.sqrt(max(1, count if few else counted * count))
+        size = float(torch.linalg.vector_norm(norms)) / root
         if not math.isfinite(size) or (size > LARGEST_SIZE and not few):
             self._counts["refused"] += 1
             raise ValueError(f"values of the size {size:.3g}")
@@ -370,16 +384,19 @@ class SizeBound:
             most *= math.sqrt(LEAST_VALUES / count)
             return wire if size <= most else self._scaled(wire, most / size)
         self._note(peer, min(size, most))
+        if size <= most:
+            return wire
+        others = norms.sort().values[: len(norms) - int(LOUDEST * counted * len(norms))]
+        bounded = norms.where(norms <= others[-1], others.square().mean().sqrt())
+        size = float(torch.linalg.vector_norm(bounded)) / root
         if size > most * REFUSE / SCALE:
             self._counts["refused"] += 1
             raise UnusualSizeError(f"values of the size {size:.3g}, where {usual:.3g} is usual")
-        if size <= most:
-            return wire
-        return self._scaled(wire, most / size)
+        return self._scaled(wire, bounded / norms.clamp(min=torch.finfo(norms.dtype).tiny) * min(1.0, most / size))
 
-    def _scaled(self, wire: Tensor, factor: float) -> Tensor:
+    def _scaled(self, wire: Tensor, factors: float | Tensor) -> Tensor:
         self._counts["scaled"] += 1
-        return scaled(self._code, wire, factor)
+        return scaled(self._code, wire, factors)
 
     def statistics(self) -> dict[str, int | float]:
         return {name: self._counts[name] for name in ("scaled", "refused")}

@@ -90,20 +90,20 @@ class TicketSigner(NamedTuple):
         return encode(extended(self.chain, self.key, run, rights, until, subject))
 
 
-class PrefixQuota:
-    """How many tickets each address prefix may still have; one that has its whole share again is forgotten."""
+class Quota:
+    """How much each address prefix, or each peer, may still have; one that has its whole share again is forgotten."""
 
     def __init__(self, most: int = TICKETS_A_PREFIX, refill_s: float = REFILL_S) -> None:
         self._most, self._refill_s = float(most), refill_s
         self._left: list[OrderedDict[str, tuple[float, float]]] = [OrderedDict(), OrderedDict(), OrderedDict()]
-        """By prefix, by network, and of all others: tickets left, and when that was worked out (seconds)."""
+        """By name, by network, and of all others: what is left, and when that was worked out (seconds)."""
 
-    def take(self, prefix: str, now_s: float) -> bool:
+    def take(self, name: str, now_s: float) -> bool:
         """Take one; say whether there was one. A clock that was set back takes nothing away."""
-        for known, name in zip(self._left, (prefix, network_of(prefix), "others"), strict=True):
-            if name in known or self._has_room(known, now_s):
-                left = self._left_now(known.pop(name, (self._most, now_s)), now_s)
-                known[name] = left - (left >= 1.0), now_s
+        for known, counted in zip(self._left, (name, network_of(name), "others"), strict=True):
+            if counted in known or self._has_room(known, now_s):
+                left = self._left_now(known.pop(counted, (self._most, now_s)), now_s)
+                known[counted] = left - (left >= 1.0), now_s
                 return left >= 1.0
         raise AssertionError("the others are one name, for which there is room")
 
@@ -125,7 +125,7 @@ def prefix_of(origin: str) -> str:
 
 
 def network_of(prefix: str) -> str:
-    """Return the network, /16 or /32, that a prefix is part of; itself where it is no address."""
+    """Return the network, /16 or /32, that a prefix is part of; the name itself where it is no address."""
     try:
         found = ip_network(prefix)
     except ValueError:
@@ -150,7 +150,7 @@ class TicketService:
     ) -> None:
         self._state, self._sign, self._unix_time = state, sign, unix_time
         self._named_until, self._signs_until = named_until, signs_until
-        self._quota, self._looks = PrefixQuota(), PrefixQuota(LOOKS_A_PREFIX, LOOK_REFILL_S)
+        self._quota, self._looks = Quota(), Quota(LOOKS_A_PREFIX, LOOK_REFILL_S)
 
     async def answer(self, conversation: Conversation) -> None:
         async with patient(conversation, PATIENCE_S):

@@ -24,10 +24,19 @@ from pathlib import Path
 
 import msgspec
 
+from noloco_node.admission.ticket_service import Quota
 from noloco_node.errors import storage_error
 from noloco_node.libp2p.addresses import RELAYS_KEY, PeerAddress
 from noloco_node.libp2p.control import Control
-from noloco_node.libp2p.hivemind_compat import CallRules, DaemonClient, DhtEntries, DhtNode, HivemindParts, PeerId
+from noloco_node.libp2p.hivemind_compat import (
+    CALLER,
+    CallRules,
+    DaemonClient,
+    DhtEntries,
+    DhtNode,
+    HivemindParts,
+    PeerId,
+)
 from noloco_node.libp2p.record_checks import (
     RECORD_BYTES,
     RECORD_LIFETIME_S,
@@ -48,6 +57,12 @@ _ANSWER_S = 5.0
 """A node of the DHT has so long to answer one question."""
 _MOST_PLACES = 4096
 _CLOSE_S = 2.0
+CHECKS_AT_ONCE, CHECK_REFILL_S = 512, 0.1
+"""Signatures that one caller may have us check: of a tenth of a millisecond each, so it takes a thousandth of a core.
+
+A node that meets a new neighbour hands all its records of some places over at once. Those beyond the bound are refused:
+their peers publish them again soon.
+"""
 
 
 class DhtRecords:
@@ -60,6 +75,7 @@ class DhtRecords:
         self._node: DhtNode | None = None
         self._places: dict[bytes, Holders] = {}
         self._salt = os.urandom(16)
+        self._checks = Quota(CHECKS_AT_ONCE, CHECK_REFILL_S)
         self._expiry: dict[tuple[str, str], float] = {}
         self.unpublished = 0
         """Records that the DHT did not take."""
@@ -72,7 +88,10 @@ class DhtRecords:
         self, parts: HivemindParts, client: DaemonClient, bootstrap: Sequence[PeerAddress], wait_s: float
     ) -> bool:
         """Become a node of the DHT; say whether a peer that we join by answers."""
-        signatures, rules = Signatures(self._accepts), CallRules(self._secret.code, self._settings.admission)
+        signatures, rules = (
+            Signatures(self._accepts, self._may_check),
+            CallRules(self._secret.code, self._settings.admission),
+        )
         node = await self._control.bounded(DhtNode.create(parts, client, signatures, rules, _ANSWER_S), wait_s)
         node.replace_store(BoundedStorage(node.storage).store)
 
@@ -89,6 +108,11 @@ class DhtRecords:
         admission = self._settings.admission
         is_relays = place == place_of(self._secret.key(RELAYS_KEY))
         return admission is None or is_relays or admission.accepts(peer, content)
+
+    def _may_check(self) -> bool:
+        """Say whether the peer that we answer may have a signature checked; what we ask for is bounded by `chosen`."""
+        caller = CALLER.get()
+        return not caller or self._checks.take(caller, loop_s())
 
     async def greet(self, peer_id: PeerId) -> None:
         await self._control.bounded(self._joined().ping(peer_id), self._wait_s)

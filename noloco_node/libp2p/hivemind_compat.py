@@ -28,6 +28,7 @@ import threading
 import types
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 from noloco_node.admission.admission_state import AdmissionState
@@ -336,13 +337,22 @@ class DhtNode:
         await self._node.shutdown()
 
 
+CALLER: ContextVar[str] = ContextVar("caller", default="")
+"""The peer whose request is being answered; empty where we act by ourselves."""
+
+
 def _name_callers(client: Any) -> None:
-    """Write into each request its caller, whose id libp2p has authenticated: hivemind does not tell authorizers."""
+    """Write into each request its caller, whose id libp2p has authenticated: hivemind does not tell authorizers.
+
+    `CALLER` tells it to the validator.
+    """
     add = client.add_protobuf_handler
 
     async def add_naming(name: str, handler: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         async def answer(request: Any, context: Any) -> Any:
-            request.auth.client_access_token.username = context.remote_id.to_base58()
+            caller = context.remote_id.to_base58()
+            request.auth.client_access_token.username = caller
+            CALLER.set(caller)  # each request is answered in a task of its own
             return await handler(request, context)
 
         await add(name, answer, *arguments, **options)

@@ -70,17 +70,24 @@ def place_of(key: str) -> bytes:
     return hashlib.sha1(msgspec.msgpack.encode(key)).digest()
 
 
-def content_of(place: bytes, peer: str, expiry: float, value: bytes) -> bytes | None:
-    """Return the content of a record if its peer has signed it for this place and expiry, else None."""
-    return value[SIGNATURE_BYTES:] if _is_signed(place, peer, expiry, value) else None
+def content_of(
+    place: bytes, peer: str, expiry: float, value: bytes, may_check: Callable[[], bool] = lambda: True
+) -> bytes | None:
+    """Return the content of a record if its peer has signed it for this place and expiry, else None.
+
+    `may_check`: asked before a signature is checked of which no verdict is known.
+    """
+    return value[SIGNATURE_BYTES:] if _is_signed(place, peer, expiry, value, may_check) else None
 
 
-def _is_signed(place: bytes, peer: str, expiry: float, value: bytes) -> bool:
+def _is_signed(place: bytes, peer: str, expiry: float, value: bytes, may_check: Callable[[], bool]) -> bool:
     # Lengths first: no other place, peer and value, which strangers choose, may make the same bytes.
     told = f"{len(peer)} {len(place)} {peer}".encode(errors="surrogatepass") + _signable(place, expiry, value)
     digest = hashlib.blake2b(told, key=_SECRET, digest_size=16).digest()
     verdict = _known_verdict(digest)
     if not verdict:
+        if not may_check():
+            return False
         verdict.append(_verifies(place, peer, expiry, value))
     return verdict[0]
 
@@ -104,17 +111,21 @@ def _verifies(place: bytes, peer: str, expiry: float, value: bytes) -> bool:
 class Signatures:
     """Decides for hivemind which records are stored here, and which are believed when others return them.
 
-    `accepts`: of those of our form and signed, by place, peer and content.
+    `accepts`: of those of our form and signed, by place, peer and content. `may_check`: as in `content_of`.
     """
 
-    def __init__(self, accepts: Callable[[bytes, str, bytes], bool] = lambda *_: True) -> None:
-        self._accepts = accepts
+    def __init__(
+        self,
+        accepts: Callable[[bytes, str, bytes], bool] = lambda *_: True,
+        may_check: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._accepts, self._may_check = accepts, may_check
 
     def validate(self, record: Any) -> bool:
         if not has_our_form(record):
             return False
         peer, value = map(msgspec.msgpack.decode, (record.subkey, record.value))
-        content = content_of(record.key, peer, record.expiration_time, value)
+        content = content_of(record.key, peer, record.expiration_time, value, self._may_check)
         return content is not None and self._accepts(record.key, peer, content)
 
     def sign_value(self, record: Any) -> bytes:

@@ -20,7 +20,7 @@ from noloco_node.admission.ticket_service import (
     SCHEMA,
     TICKETS_A_PREFIX,
     TOPIC,
-    PrefixQuota,
+    Quota,
     TicketReply,
     TicketRequest,
     TicketService,
@@ -93,7 +93,7 @@ def test_without_work_or_shut_out_there_is_none() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 2000)), max_size=300))
 def test_no_prefix_has_more_than_its_share(asks: list[tuple[str, float]]) -> None:
-    quota, now_s, given_out = PrefixQuota(), 0.0, dict.fromkeys("abc", 0)
+    quota, now_s, given_out = Quota(), 0.0, dict.fromkeys("abc", 0)
     for prefix, pause_s in asks:
         now_s += pause_s
         given_out[prefix] += quota.take(prefix, now_s)
@@ -104,7 +104,7 @@ def test_no_prefix_has_more_than_its_share(asks: list[tuple[str, float]]) -> Non
 def test_other_prefixes_reset_no_bound_and_take_nobody_s_place(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """One person has all prefixes of one network; what is remembered holds `count` prefixes and networks."""
     monkeypatch.setattr(ticket_service, "MOST_PREFIXES", count)
-    quota, now_s = PrefixQuota(), 0.0
+    quota, now_s = Quota(), 0.0
     mine = [f"2001:db8:{number:x}::/48" for number in range(2 * count)]
     got = dict.fromkeys([*mine, "8.8.8.0/24"], 0)
     for _ in range(3 * TICKETS_A_PREFIX):
@@ -122,7 +122,7 @@ def test_other_prefixes_reset_no_bound_and_take_nobody_s_place(monkeypatch: pyte
 @given(st.lists(st.floats(-1e6, 1e6), max_size=100), st.floats(0, 1e5))
 def test_a_clock_that_is_set_takes_no_ticket_away(readings: list[float], pause_s: float) -> None:
     """However the clock was set, a prefix has after a pause what it would have by a clock that goes evenly."""
-    quota = PrefixQuota()
+    quota = Quota()
     for now_s in readings:
         quota.take("a", now_s)
     last_s = readings[-1] if readings else 0.0
@@ -197,7 +197,7 @@ def test_a_member_gets_another_ticket_although_its_network_has_had_its_share() -
         return False
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PrefixQuota, "take", take)
+        patch.setattr(Quota, "take", take)
         assert "tickets" in asked(work(RUN, ME)).refusal
         assert asked(work(RUN, ME), shown=member(2)).ticket
     assert quota == [1.0]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from limits import LAST_RESORT_S, PATIENT, RECORD_S
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p import record_checks
+from noloco_node.libp2p import dht_records, record_checks
 from noloco_node.libp2p.dht_records import DhtRecords, next_expiry
 from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.network import Libp2pNetwork
@@ -251,6 +251,56 @@ def test_a_forged_record_is_neither_stored_by_others_nor_believed() -> None:
                 assert {"nobody", one.peer_id, forger.peer_id} <= set(theirs.value)
                 assert theirs.value[one.peer_id].value == b"forged"
                 assert await one.read(KEY) == {one.peer_id: b"true", forger.peer_id: b"also true"}
+
+    async def limited() -> None:
+        async with asyncio.timeout(LAST_RESORT_S):
+            await main()
+
+    asyncio.run(limited())
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("whole", [False, True], ids=["by record", "by key"])
+def test_one_caller_has_a_bounded_number_of_signatures_checked(monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
+    """However many records a request for storage holds, and however often it comes."""
+    load_hivemind()
+    from hivemind.dht.storage import DictionaryDHTValue
+
+    most, asked = 20, []
+    monkeypatch.setattr(dht_records, "CHECKS_AT_ONCE", most)
+    monkeypatch.setattr(dht_records, "CHECK_REFILL_S", 3600.0)
+    verifies = record_checks._verifies
+
+    def counted(place: bytes, peer: str, expiry: float, value: bytes) -> bool:
+        asked.append(peer)
+        return verifies(place, peer, expiry, value)
+
+    async def main() -> None:
+        alone = NetworkSettings(run="run", listen=("/ip4/127.0.0.1/tcp/0",), timeouts=PATIENT)
+        async with Libp2pNetwork.open(alone) as one:
+            joining = msgspec.structs.replace(alone, bootstrap=tuple(await one.addresses()))
+            async with Libp2pNetwork.open(joining) as flooder, Libp2pNetwork.open(joining) as other:
+                assert flooder._joined is not None
+                assert flooder._joined.records._node is not None
+                node, dht_id = flooder._joined.records._node._node, load_hivemind().DHTID
+                target = load_hivemind().PeerID.from_base58(one.peer_id)
+                monkeypatch.setattr(record_checks, "_verifies", counted)
+                expiry = time.time() + RECORD_S
+                for turn in range(3):
+                    forged = [msgspec.msgpack.encode(bytes(64) + b"%d" % number) for number in range(100)]
+                    keys = [dht_id.generate(source=f"{turn} {number}") for number in range(100)]
+                    if whole:
+                        kept = DictionaryDHTValue()
+                        for number, value in enumerate(forged):
+                            kept.store(f"{turn} {number}", value, expiry)
+                        taken = await node.protocol.call_store(target, keys[:1], [kept], [expiry])
+                    else:
+                        names = [f"{turn} {number}" for number in range(100)]
+                        taken = await node.protocol.call_store(target, keys, forged, [expiry] * 100, subkeys=names)
+                    assert taken is not None
+                assert len(asked) == most
+                assert await other.publish(KEY, other.peer_id, b"true", RECORD_S)
+                assert other.peer_id in await one.read(KEY)
 
     async def limited() -> None:
         async with asyncio.timeout(LAST_RESORT_S):

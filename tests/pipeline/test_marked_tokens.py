@@ -287,6 +287,14 @@ def test_the_size_is_that_of_the_tokens_that_are_learnt(taught: SizeBound) -> No
         taught.bounded("p0", gradient(1.0, 100.0), 0.5)
 
 
+def test_the_tokens_that_may_be_of_any_size_are_an_eighth_of_those_that_are_learnt(taught: SizeBound) -> None:
+    loud = gradient(0.5)
+    loud.view(16, -1)[:2] *= 1000.0
+    assert float(taught.bounded("p0", loud, 1.0).norm()) < float(loud.norm()) / 10.0
+    with pytest.raises(UnusualSizeError):
+        taught.bounded("p0", loud, 0.5)
+
+
 def test_a_gradient_of_very_few_tokens_weighs_no_more_than_a_short_one_of_the_greatest_usual_size(
     taught: SizeBound,
 ) -> None:
