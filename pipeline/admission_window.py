@@ -2,7 +2,8 @@
 belongs to.
 
 With one window in flight, microbatches in flight and succeeded ones together never exceed what an inner step takes, and
-one that fails gives its slot back. So every batch is exact, and nothing is in flight when weights change.
+one that fails gives its slot back. So every batch is exact, and nothing is in flight when weights change. Of a long
+window only some are in flight at a time, since each of them takes memory.
 
 With two windows twice as many are admitted. Before its backward pass a microbatch waits for a **turn**; a window has
 exactly as many as its step takes.
@@ -30,6 +31,9 @@ from typing import NamedTuple
 
 from pipeline.messages import Reason, Refused
 
+MOST_IN_FLIGHT = 64
+"""Microbatches that wait for their gradient at once, however long a window is: each takes memory, and so many fill any
+way down a pipeline and back."""
 UNKNOWN_PACE_S = 0.25
 """Seconds a microbatch to assume before one has been measured."""
 LONGEST_RETRY_S = 30.0
@@ -205,15 +209,19 @@ Place = asyncio.Future[Slot | Refused]
 
 
 class AdmissionWindow:
-    """Admits `window` microbatches an inner step, `windows` of them at a time (1 or 2); queues `queue_limit` more."""
+    """Admits `window` microbatches an inner step, `windows` of them at a time (1 or 2), and never more than `most`
+    microbatches at once; queues `queue_limit` more.
+    """
 
-    def __init__(self, window: int, queue_limit: int | None = None, windows: int = 1) -> None:
+    def __init__(
+        self, window: int, queue_limit: int | None = None, windows: int = 1, most: int = MOST_IN_FLIGHT
+    ) -> None:
         if window < 1:
             raise ValueError(f"a window of {window} microbatches cannot make an inner step")
         if windows not in (1, 2):
             raise ValueError(f"with {windows} windows in flight weights would be older than a step, or none could work")
-        self.window, self.windows = window, windows
-        self.queue_limit = 2 * window if queue_limit is None else queue_limit
+        self.window, self.windows, self._most = window, windows, most
+        self.queue_limit = 2 * min(window, most) if queue_limit is None else queue_limit
         self.in_flight = 0
         self.turns = GradientTurns(window)
         self._outcomes: list[WindowOutcome] = []
@@ -347,7 +355,7 @@ class AdmissionWindow:
     def _room(self) -> int:
         if self._stepping or self._closed is not None or self._shut_until_s is not None:
             return 0
-        return self.windows * self.window - len(self._outcomes) - self.in_flight
+        return min(self._most, self.windows * self.window - len(self._outcomes)) - self.in_flight
 
     def _refusal(self, sender: str) -> Refused | None:
         if self._closed is not None:

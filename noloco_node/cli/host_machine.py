@@ -165,9 +165,13 @@ class HostMachine(StageHost):
         self._moments_beside = needs.moments_beside
         self.needs_bytes, self.graph_bytes = list(needs.device), list(needs.graph)
         self.beside_bytes = list(needs.beside)
-        flying = map(request.recipe.run.pipeline.in_flight, range(len(needs.graph)))
-        again = (self._kept(stage, free[0]).computed_again(most) for stage, most in enumerate(flying))
-        self.passes = [1.0 + layout.backward + share for share in again]
+        kept, flying = (
+            [self._kept(stage, free[0]) for stage in range(len(needs.graph))],
+            request.recipe.run.pipeline.in_flight,
+        )
+        plain = 1.0 + layout.backward
+        self.passes = [plain + each.computed_again(flying(stage)) for stage, each in enumerate(kept)]
+        self.passes_alone = [plain + each.computed_again(1) for each in kept]
 
     def build(self, stage: int) -> Stage:
         # The driver still counts the memory of a stage that we left as ours.

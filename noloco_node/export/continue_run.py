@@ -42,6 +42,8 @@ dropout = 0.0
 {weights}
 """
 OWN_TEXT = "your-text/"  # stands in a run file for a text that each source names
+_MOST_SEQUENCES = 128
+"""Of an inner step of all peers: the text that a finished model goes on with is short beside that of a preset."""
 _NO_SIZE = {"architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version", "use_cache"}
 """Fields of a config that do not shape the model, or that the run decides."""
 
@@ -50,9 +52,9 @@ def continuing_text(directory: Path, preset: str, adapter: AdapterConfig = NO_AD
     """Return the text of a run that goes on from the checkpoint in `directory`; raise `UserError` if it has none.
 
     Cut and sequences are those of the checkpoint's own run, else the preset's as far as the model has layers and
-    positions; the learning rate is a tenth of the preset's. A checkpoint whose tokenizer is not ByT5's is read with its
-    own. The files are read whole, for their digests. A run of adapters has the preset's learning rate, and one stage:
-    their rounds take few bytes, and between stages each token would take many.
+    positions; the batch is small, and the learning rate a tenth of the preset's. A checkpoint whose tokenizer is not
+    ByT5's is read with its own. The files are read whole, for their digests. A run of adapters has the preset's
+    learning rate, and one stage: their rounds take few bytes, and between stages each token would take many.
     """
     directory = directory.expanduser().absolute()
     given, config, files = numbers_of(preset), _config_of(directory), weight_files(directory)
@@ -72,7 +74,7 @@ def continuing_text(directory: Path, preset: str, adapter: AdapterConfig = NO_AD
     numbers = given | {
         "about": "going on from a finished model",
         "stages": stages,
-        "microbatches_per_step": max(given["microbatches_per_step"], 2 * stages),
+        "microbatches_per_step": max(2 * stages, _MOST_SEQUENCES // (given["replicas"] * given["microbatch_size"])),
         "sequence_length": length,
         "learning_rate": f"{float(given['learning_rate']) / slower:g}",
     }

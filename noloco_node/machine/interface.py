@@ -250,6 +250,8 @@ class Host(ABC):
         """The graph of one microbatch; by layers it is a part of that memory."""
         self.passes: list[float] = []
         """Forward passes that a microbatch takes as long as at each stage, with what is computed again; [] is alike."""
+        self.passes_alone: list[float] = []
+        """The same for a microbatch beside which no other is in flight, whose graph is kept where one is."""
         self.beside_bytes: list[int] = []
         """Main memory that each stage takes beside a GPU; [] is none, or unknown."""
 

@@ -42,7 +42,7 @@ from noloco_node.swarm.receipts import MOST_BROUGHT
 from noloco_node.swarm.roster import PeerRecord, speed
 from noloco_node.tasks import loop_s
 from pipeline.activation_codec import ids_of
-from pipeline.admission_window import AdmissionWindow, WindowOutcome
+from pipeline.admission_window import MOST_IN_FLIGHT, AdmissionWindow, WindowOutcome
 from pipeline.inner_step import OptimiserState, Progress, Schedule, advance, begin, learning_rate
 from pipeline.messages import ACTIVATION_CODECS
 from pipeline.next_stage import NextStage, NextStageClient, Wanted
@@ -98,7 +98,9 @@ class Replica:
         # The last stage waits for no other: a second window would gain it nothing. It queues what it would have had in
         # flight.
         self.peer, self.stage, self.last = context.me, stage, run.pipeline.is_last(stage)
-        self.admission = AdmissionWindow(window, (1 + windows) * window, 1 if self.last else windows)
+        self.admission = AdmissionWindow(
+            window, (1 + windows) * min(window, MOST_IN_FLIGHT), 1 if self.last else windows
+        )
         self.inner_steps = starting_state.origin.inner_steps
         self.progress: Progress = begin(starting_state.progress, loop_s())
         self._model, self._device, self._context = model, device, context

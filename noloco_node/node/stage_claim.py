@@ -304,7 +304,9 @@ async def _measure(context: NodeContext, stage: StageModel, number: int) -> tupl
         probe = await host.device.run(measure, stage, number, run, context.dimensions, host.device.clock)
     except MemoryError as error:
         raise out_of_memory(number, f"a first microbatch ran out of it: {_in_a_line(error)}") from error
-    return microbatch_s(context, number, probe.device_s), probe.kept_bytes
+    # At work more graphs are in flight than the memory may keep.
+    again = host.passes[number] / host.passes_alone[number] if host.passes else 1.0
+    return microbatch_s(context, number, again * probe.device_s), probe.kept_bytes
 
 
 def microbatch_s(context: NodeContext, stage: int, device_s: float) -> tuple[float, ...]:

@@ -75,8 +75,7 @@ class StageWork:
         """Return when this peer's part of the run is done, and none of its microbatches is under way."""
         if replica.stage == 0:
             source = await self._make_source(replica)
-            pipeline = self._run.pipeline
-            await source.run(pipeline.microbatches_per_step * pipeline.windows_in_flight)
+            await source.run(self._run.pipeline.most_in_flight)
         else:
             begun_s, served = loop_s(), replica.microbatches
 

@@ -133,11 +133,11 @@ def bandwidth_table(run: RunConfig, stages: Sequence[MicrobatchBytes], allowance
 
 def _warnings(run: RunConfig, moved: MicrobatchBytes, allowance: OwnerLimits) -> Iterator[str]:
     each_s, travel_s = bandwidth_seconds(moved, allowance), run.pipeline.budget_s
-    window = run.pipeline.microbatches_per_step * run.pipeline.windows_in_flight
-    if each_s * window > travel_s:
-        needed = max(moved.up, moved.down) * window / travel_s
+    most = run.pipeline.most_in_flight
+    if each_s * most > travel_s:
+        needed = max(moved.up, moved.down) * most / travel_s
         yield (
-            f"this budget cannot carry the traffic: a window of {window} microbatches needs {each_s * window:.0f} s of "
+            f"this budget cannot carry the traffic: the {most} microbatches in flight need {each_s * most:.0f} s of "
             f"line, and a microbatch may travel for {travel_s:.0f} s. Allow {format_rate(needed)} or more, or take a "
             "smaller model."
         )

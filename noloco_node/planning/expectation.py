@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import prod, sqrt
+from math import isclose, prod, sqrt
 from pathlib import Path
 
 from msgspec import structs
@@ -138,7 +138,7 @@ def describe_changes(planned: Planned, before: RunConfig, machines: Machines) ->
     """Say what a plan changed that a person asked for, and why; nothing where it kept the batch and all have work."""
     run, said = planned.run, list[str]()
     asked, batch = before.tokens(before.batch), run.tokens(run.batch)
-    if batch != asked:
+    if not isclose(batch, asked, rel_tol=0.01):
         why = "longer windows keep these devices at work" if batch > asked else "the replicas share it out evenly so"
         said.append(
             f"The batch is {batch:,} tokens of all replicas an inner step, {batch / asked:.2g} times the {asked:,} "

@@ -295,7 +295,7 @@ class KeptGraphs(NamedTuple):
 
     def computed_again(self, most: int) -> float:
         """Return the share of passes that are computed again, of `most` in flight."""
-        return 1.0 if self.by_layers else 0.0 if self.number is None else 1.0 - self.number / most
+        return 1.0 if self.by_layers else 0.0 if self.number is None else max(0.0, 1.0 - self.number / most)
 
 
 def graphs_that_fit(free: int | None, needs: float, graph: GraphBytes, most: int) -> KeptGraphs:

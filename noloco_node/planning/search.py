@@ -204,12 +204,12 @@ def _flows(base: RunConfig, before: RunConfig) -> Iterator[RunConfig]:
     found: dict[tuple[int, int], float] = {}
     for size in sizes:
         for factor in _FACTORS:
-            window = max(1, round(factor * asked / (replicas * size)))
+            largest = most // (replicas * size)
+            window = max(1, min(largest, round(factor * asked / (replicas * size))))
             even = max(1, round(window / replicas)) * replicas
             for choice in (window, even) if base.pipeline.stages > 1 else (window,):
-                batch = choice * size * replicas
-                if batch <= most:
-                    found[choice, size] = abs(log2(batch / asked))
+                if choice <= largest:
+                    found[choice, size] = abs(log2(choice * size * replicas / asked))
     for windows_in_flight in (1, 2) if base.pipeline.stages > 1 else (1,):
         for window, size in sorted(found, key=lambda choice: (found[choice], choice[0])):
             yield _with_pipeline(

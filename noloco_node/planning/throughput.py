@@ -9,7 +9,7 @@ holds the form against production nodes in virtual time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, sqrt
 from typing import NamedTuple
 
 import msgspec
@@ -47,10 +47,11 @@ matrix product; on a GPU some 160 bytes of memory move, an estimate, whose time 
 
 BUS_BYTES_PER_S = 8e9
 """Each way at once between main memory and a GPU: an estimate, two thirds of what PCIe 3.0 with 16 lanes carries."""
-WAITING = 0.08
-"""Of a line's time between the first and the last stage, for each such stage: a transfer whose other end is busy waits
-on a line that could carry more. Both directions of such a stage's line are full, so one waits for the next. Fitted to
-simulations (`tests/planning/test_throughput.py`)."""
+WAITING = 0.32
+"""Of a line's time between the first and the last stage, for each such stage, by the root of how many microbatches are
+in flight: a transfer whose other end is busy waits on a line that could carry more. Both directions of such a stage's
+line are full, so one waits for the next; with more in flight another is there more often. Fitted to simulations
+(`tests/planning/test_throughput.py`)."""
 
 
 class Machines(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,7 +162,7 @@ def taking_part(run: RunConfig, machines: Machines) -> int:
 def forecast(run: RunConfig, layout: ModelLayout, machines: Machines, needs: Sequence[Memory]) -> Throughput:
     """Return what to expect of a run on these machines, of `taking_part` of them."""
     pipeline, loads = run.pipeline, stage_loads(run, layout, machines, needs)
-    slowest = _slowest(loads, run.outer.line_share if pipeline.replicas > 1 else 0.0)
+    slowest = _slowest(loads, run.outer.line_share if pipeline.replicas > 1 else 0.0, pipeline.most_in_flight)
     replicas = settled([seconds for seconds, _ in slowest], taking_part(run, machines))
     # What a microbatch asks of a replica, where all stages had as many.
     parts = [pipeline.replicas / count for count in replicas]
@@ -198,12 +199,12 @@ def settled(seconds: Sequence[float], count: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _slowest(loads: Sequence[MicrobatchSeconds], line_share: float) -> list[tuple[float, str]]:
+def _slowest(loads: Sequence[MicrobatchSeconds], line_share: float, in_flight: int) -> list[tuple[float, str]]:
     """Return for each stage what a microbatch takes of a replica, and of what.
 
     A round weighs alike on all stages, and where a line is used most it has its share.
     """
-    between = 1.0 + WAITING * max(0, len(loads) - 2)
+    between = 1.0 + WAITING * max(0, len(loads) - 2) / sqrt(in_flight)
     waits = [between if 0 < number < len(loads) - 1 else 1.0 for number in range(len(loads))]
     lines = [(load.up_s * wait, load.down_s * wait) for load, wait in zip(loads, waits, strict=True)]
     rounds_s = line_share / (1.0 - line_share) * max(map(max, lines))

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import structs
 
 from noloco_node.run.config import PipelineConfig
+from pipeline.admission_window import MOST_IN_FLIGHT
 
 BACKWARD = 2.0
 """What a backward pass takes, in forward passes of the same stage: it has the gradients of inputs and of weights."""
@@ -51,6 +52,7 @@ def seconds_each(pipeline: PipelineConfig, pace_s: float, way_s: float) -> float
     `way_s`: down the pipeline and back.
     """
     window, replicas, windows = pipeline.microbatches_per_step, pipeline.replicas, pipeline.windows_in_flight
+    pace_s = max(pace_s, way_s / MOST_IN_FLIGHT)
     wait_s = (max(0.0, way_s - pace_s) if windows == 1 else way_s) / window
     if replicas == windows == 1:
         return pace_s + wait_s

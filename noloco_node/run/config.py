@@ -21,6 +21,7 @@ from noloco_node.errors import config_error
 from noloco_node.run.fields import short
 from noloco_node.storage.weight_store import WeightFile
 from noloco_node.units import Fraction, format_bytes
+from pipeline.admission_window import MOST_IN_FLIGHT
 
 MOST_SLOWDOWN = 1000.0
 TRAVELLING = "files"
@@ -147,9 +148,14 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Say whether a stage computes the loss."""
         return stage == self.stages - 1
 
+    @property
+    def most_in_flight(self) -> int:
+        """Microbatches that a replica has under way at once."""
+        return min(MOST_IN_FLIGHT, self.microbatches_per_step * self.windows_in_flight)
+
     def in_flight(self, stage: int) -> int:
         """Return how many microbatches of a replica wait for their gradient at once; the last stage has its own."""
-        return 1 if self.is_last(stage) else self.microbatches_per_step * self.windows_in_flight
+        return 1 if self.is_last(stage) else self.most_in_flight
 
 
 class SourceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

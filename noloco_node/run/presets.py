@@ -1,8 +1,8 @@
 """Run files to start from: a commented text (`template.toml`), filled in for four sizes (`presets.toml`) and a demo.
 
-`125m`, `1b` and `7b` have the sizes, learning rates and outer steps of the NoLoCo paper (arXiv 2506.10911), with
-smaller batches, so that a peer is one accelerator. All presets read the standard library of Python as bytes, for that
-needs no network. The text is written by hand: a run file is the first page of the manual.
+`125m`, `1b` and `7b` have the sizes, batches, learning rates and outer steps of the NoLoCo paper (arXiv 2506.10911).
+All presets read the standard library of Python as bytes, for that needs no network. The text is written by
+hand: a run file is the first page of the manual.
 """
 
 from __future__ import annotations

@@ -227,6 +227,7 @@ class SimulatedPeer:
         )
         run = self._setting.run
         host.passes = [prices.passes(run.pipeline.in_flight(n)) for n, prices in enumerate(self._setting.prices)]
+        host.passes_alone = [prices.passes(1) for prices in self._setting.prices]
         if run.data.evaluate_every_rounds:
             is_text = self._setting.scenario.swarm.model == "transformer"
             read = (

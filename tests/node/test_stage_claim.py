@@ -146,13 +146,14 @@ async def test_a_newcomer_measures_itself_and_takes_the_stage_that_limits_the_sw
     assert late.events == [events.Placed(stage=2, why=late.said[-1].partition(": ")[2], device_s=record.device_s)]
 
 
-async def test_a_newcomer_counts_what_its_device_computes_again_at_each_stage() -> None:
-    """A probe at the last stage, which keeps its graph, tells too little of a stage that does not."""
+@pytest.mark.parametrize(("alone", "claimed_s"), [(3.0, 0.4), (2.4, 0.5)])
+async def test_a_newcomer_counts_what_its_device_computes_again_at_each_stage(alone: float, claimed_s: float) -> None:
+    """A probe whose graph is kept tells too little of a stage that keeps none, or only some."""
     hub = SimNetwork()
     for name, stage, device_s in (("a", 0, 1.0), ("b", 1, 0.5), ("c", 2, 2.0)):
         await Seeker(hub, name).serve(stage, device_s)
     late = Seeker(hub, "late", forward_s=0.1, wish=None)
-    late.context.host.passes = [4.0, 3.5, 3.0]
+    late.context.host.passes, late.context.host.passes_alone = [4.0, 3.5, 3.0], [4.0, 3.5, alone]
     claiming = asyncio.create_task(late.claim())
     await asyncio.sleep(0.1)
     await Seeker(hub, "d").serve(2, 0.1)  # while it is measured
@@ -160,7 +161,7 @@ async def test_a_newcomer_counts_what_its_device_computes_again_at_each_stage() 
     (placed,) = late.events
     assert (late.built, place.number) == ([2], 0)
     assert isinstance(placed, events.Placed)
-    assert placed.device_s == pytest.approx(0.4)
+    assert placed.device_s == pytest.approx(claimed_s)
 
 
 @pytest.mark.parametrize(("device_s", "claimed_s"), [(0.0, 0.0), (0.05, 0.1), (0.3, 0.2)])

@@ -288,7 +288,8 @@ async def test_random_lives_keep_the_invariants(seed: int, windows: int) -> None
 
     rng = Random(f"gate|{seed}")
     window, per_sender = rng.randint(1, 5), rng.randint(5, 15)
-    gate = AdmissionWindow(window, windows=windows)
+    most = Random(f"most|{seed}").randint(1, 2 * window)
+    gate = AdmissionWindow(window, windows=windows, most=most)
     senders, served = [f"s{n}" for n in range(rng.randint(1, 5))], Counter[str]()
     done, alone = list[int](), list[int]()
     backward = 0
@@ -321,6 +322,7 @@ async def test_random_lives_keep_the_invariants(seed: int, windows: int) -> None
                 continue
             with slot:
                 assert gate.in_flight + gate.succeeded <= windows * window
+                assert gate.in_flight <= most
                 if await through(slot):
                     slot.succeed(OUTCOME._replace(stale=slot.stale))
                     served[sender] += 1
