@@ -17,7 +17,8 @@
 
 **The bag.** A sender draws without replacement from a bag with as many entries as the next stage has replicas, shared
 out in proportion to their speeds by largest remainder; the rounding is carried to the next bag. So routes are random,
-as NoLoCo (arXiv 2506.10911) wants them for mixing, and the load is even over every few draws.
+as NoLoCo (arXiv 2506.10911) wants them for mixing, and the load is even over every few draws. A newcomer gets an entry
+at once, and every other draw is one of newcomers alone while there are any: else it would wait for half a bag.
 
 Speeds are what strangers say of themselves. An impossible one counts as the median of the others, and speeds within a
 tenth of each other as equal. No share falls below about a ninth of an equal one, so that a replica measured in a bad
@@ -61,11 +62,13 @@ class Bag(NamedTuple):
     `entries`: peers left to draw, each as often as it is still due.
     `credit`: for each peer that the bag knows, the part of an entry that rounding still owes it; -1 to 1.
     `hops`: those that it was drawn for last. Where the next draw is for the very same, there is nothing to compare.
+    `new`: peers that came while the bag knew others, and that were not drawn yet.
     """
 
     entries: tuple[str, ...] = ()
     credit: Mapping[str, float] = MappingProxyType({})
     hops: tuple[Hop, ...] | None = None
+    new: frozenset[str] = frozenset()
 
 
 def next_hop(
@@ -91,9 +94,12 @@ def next_hop(
     if not places:
         # This bag owes none of them anything: the busy or slow ones have to be asked out of turn.
         peer = rng.choice(sorted(bag.credit.keys() - avoided))
-        return peer, bag._replace(credit={**bag.credit, peer: bag.credit[peer] - 1.0})
+        return peer, bag._replace(credit={**bag.credit, peer: bag.credit[peer] - 1.0}, new=bag.new - {peer})
+    if bag.new and rng.random() < 0.5:
+        places = [place for place in places if bag.entries[place] in bag.new] or places
     place = rng.choice(places)
-    return bag.entries[place], Bag(bag.entries[:place] + bag.entries[place + 1 :], bag.credit, bag.hops)
+    peer = bag.entries[place]
+    return peer, bag._replace(entries=bag.entries[:place] + bag.entries[place + 1 :], new=bag.new - {peer})
 
 
 def _places(bag: Bag, avoided: Collection[str]) -> Sequence[int]:
@@ -139,7 +145,8 @@ def _reconcile(bag: Bag, hops: tuple[Hop, ...]) -> Bag:
     credit = {peer: owed for peer, owed in bag.credit.items() if peer in peers}
     if bag.entries:
         entries += tuple(newcomers)
-    return Bag(entries, credit | dict.fromkeys(newcomers, 0.0), hops)
+    new = (bag.new & peers).union(newcomers if bag.credit else ())
+    return Bag(entries, credit | dict.fromkeys(newcomers, 0.0), hops, new)
 
 
 def _refill(bag: Bag, hops: tuple[Hop, ...], rng: Random, reply_s: Mapping[str, float]) -> Bag:
@@ -151,7 +158,7 @@ def _refill(bag: Bag, hops: tuple[Hop, ...], rng: Random, reply_s: Mapping[str, 
     for peer in by_remainder[: max(0, len(due) - sum(entries.values()))]:
         entries[peer] += 1
     credit = {peer: min(1.0, max(-1.0, owed - entries[peer])) for peer, owed in due.items()}
-    return Bag(tuple(peer for peer, count in entries.items() for _ in range(count)), credit, hops)
+    return Bag(tuple(peer for peer, count in entries.items() for _ in range(count)), credit, hops, bag.new)
 
 
 def _device_times(hops: Sequence[Hop]) -> dict[str, float]:

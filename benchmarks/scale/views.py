@@ -63,6 +63,7 @@ from noloco_node.swarm.shards import (
 )
 from noloco_node.swarm.stage_records import CLOCK_ERROR_S, CLOCK_S, Published, encode_record
 from pipeline.placement import StagePace
+from pipeline.routing import Bag, Hop, next_hop
 
 STAGES, SYBILS, ROUND_S = 4, 0.1, 60.0
 ANSWER_S, MEETING_S, WARM_S = 0.2, 10.0, 300.0
@@ -302,9 +303,17 @@ class Stage:
             if caller.sybil or not own.intersection(shards):
                 continue
             reads_s = rng.uniform(0.0, self.pause_s)
-            # The newcomer's entry is one of those that are left in the bag.
-            left = rng.randint(0, sum(peer.died_s > self.now_s for shard in shards for peer in self.shards[shard]))
-            knows, first = min(knows, reads_s), min(first, reads_s + rng.randint(0, left) + rng.random())
+            knows = min(knows, reads_s)
+            living = [Hop(peer.name) for shard in shards for peer in self.shards[shard] if peer.died_s > self.now_s]
+            if reads_s < first and living:
+                # A part of the bag is drawn already.
+                _, bag = next_hop(Bag(), living, (), rng)
+                bag = bag._replace(entries=bag.entries[: rng.randint(0, len(living))])
+                hops, drawn, sent_s = (*living, Hop(name)), None, reads_s + rng.random() - 1.0
+                while drawn != name and sent_s < first:
+                    sent_s += 1.0
+                    drawn, bag = next_hop(bag, hops, (), rng)
+                first = min(first, sent_s) if drawn == name else first
         return knows, first
 
     def kb_per_s(self) -> tuple[float, float, float, float]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from noloco_node.planning.model_layout import model_layout
 from noloco_node.run.config import RunConfig
 from noloco_node.run.presets import check_free
 from noloco_node.run.runfile import decode_run
-from noloco_node.storage.atomic_file import Array, TensorBytes, array, write_tensors
+from noloco_node.storage.atomic_file import Array, TensorBytes, array, flush, locked_aside, write_tensors
 from noloco_node.terminal import Bar, say
 from noloco_node.units import format_bytes
 from pipeline.adapters import frozen_weights
@@ -48,35 +49,41 @@ def with_frozen_files(text: str, origin: Path, out: Path, *, overwrite: bool) ->
         size_bytes = sum(each.size_bytes for each in arrays)
         if size_bytes > WORTH * before_bytes:
             return text
-        if not overwrite:
+        if not overwrite and not any(out.glob(f"frozen-{run.adapter.base}-*")):
             check_free(out)
         sizes = f"{format_bytes(size_bytes)} instead of {format_bytes(before_bytes)}"
         say(f"writing the model in {run.adapter.base} to {out}: {sizes} for each machine to fetch")
         try:
-            with _aside(out) as aside:
+            with locked_aside(out) as aside:
                 written = _write(arrays, aside, run.adapter.base)
-                others = [Path(shutil.copy(origin / each.file, aside)) for each in run.data.tokenizer_files]
+                for each in run.data.tokenizer_files:
+                    shutil.copy(origin / each.file, aside)
                 lines = "\n\n".join((*sections("model.frozen_files", written), "[[model.weights]]"))
-                out.mkdir(exist_ok=True)
-                for path in (*written, *others):
-                    os.replace(path, out / path.name)
+                _put(aside, out, overwrite=overwrite)
         except OSError as error:
             what = f"The frozen model cannot be written to {out}."
             raise storage_error(what, reason_of(error), "free some space, or write the run file elsewhere") from error
     return text.replace("[[model.weights]]", lines, 1)
 
 
-@contextmanager
-def _aside(out: Path) -> Iterator[Path]:
-    """Yield an empty directory beside `out`. Its name is fixed, so the next call removes what a killed process left."""
-    aside = out.with_name(f".{out.name}.aside")
-    if aside.exists():
-        shutil.rmtree(aside)
-    aside.mkdir()
-    try:
-        yield aside
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+def _put(aside: Path, out: Path, *, overwrite: bool) -> None:
+    """Put the files of one directory into another, all at once if that is not there.
+
+    Raises `UserError` if other files are there and must not be overwritten. The same ones are what a process left that
+    was killed before it wrote the run file.
+    """
+    names = sorted(each.name for each in aside.iterdir())
+    if not out.exists():
+        os.rename(aside, out)
+        flush(out.absolute().parent)
+    elif overwrite:
+        for name in names:
+            os.replace(aside / name, out / name)
+    elif (
+        names != sorted(each.name for each in out.iterdir())
+        or filecmp.cmpfiles(aside, out, names, shallow=False)[0] != names
+    ):
+        check_free(out)
 
 
 def _arrays(run: RunConfig, files: Mapping[str, Any]) -> list[Array]:

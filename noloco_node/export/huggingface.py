@@ -9,12 +9,10 @@ people (`noloco_node.export.model_card`).
 from __future__ import annotations
 
 import copy
-import fcntl
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +24,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
-from noloco_node.errors import storage_error, usage_error
+from noloco_node.errors import storage_error
 from noloco_node.export.model_card import CARD, CURVE, Library, held_out_curve, model_card
 from noloco_node.export.sources import ADAPTER_CONFIG, NOTES, Provenance, check_target
 from noloco_node.run.config import DataConfig, ModelConfig
-from noloco_node.storage.atomic_file import flush
+from noloco_node.storage.atomic_file import flush, locked_aside
 from noloco_node.terminal import say
 from pipeline.partition import skeleton
 
@@ -142,29 +140,17 @@ def joined(config: Any, stages: Sequence[Mapping[str, Tensor]]) -> Any:
 
 @contextmanager
 def _written_aside(directory: Path) -> Iterator[Path]:
-    """Yield an empty directory beside `directory` that takes its place, flushed, once all has gone well.
-
-    It removes files of a killed export first; an export at work keeps the directory locked.
-    """
+    """Yield an empty directory beside `directory` that takes its place, flushed, once all has gone well."""
     check_target(directory)
-    aside = directory.absolute().parent / f".{directory.name}.aside"
     try:
-        lock = _lock(aside, directory)
-        try:
+        with locked_aside(directory) as aside:
             check_target(directory)
-            for left in aside.iterdir():
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
             yield aside
             _follow_umask(aside)
             for path in sorted(aside.rglob("*")):
                 flush(path)
             flush(aside)
             os.rename(aside, directory)
-        except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise
-        finally:
-            os.close(lock)
         flush(directory.absolute().parent)
     except (OSError, SafetensorError) as error:
         hint = "free some space, or choose another directory"
@@ -194,23 +180,3 @@ def own_generation(model: ModelConfig, data: DataConfig) -> GenerationConfig | N
         say(f"the model's own generation_config.json is left out: {' '.join(str(error).split())[:200]}")
         return None
     return found
-
-
-def _lock(aside: Path, directory: Path) -> int:
-    """Lock a directory and return the descriptor that holds it; raise `UserError` if another process does."""
-    while True:
-        aside.mkdir(parents=True, exist_ok=True)
-        lock = os.open(aside, os.O_RDONLY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise usage_error(
-                f"Another export is writing {directory}.",
-                why=f"it holds {aside}",
-                hint="wait for it, or choose another --out",
-            ) from None
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(lock), os.stat(aside)):
-                return lock
-        os.close(lock)  # of a directory that its owner has just removed or renamed

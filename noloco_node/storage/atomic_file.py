@@ -1,7 +1,8 @@
 """Files that are whole or not there, whenever the power fails or the process is killed.
 
-A file is written aside, flushed to the disk and renamed, and its directory is flushed. `write_tensors` writes
-safetensors files in one pass, with the SHA-256 of everything in their metadata. Only `bytes_of` loads torch.
+A file is written aside, flushed to the disk and renamed, and its directory is flushed. `locked_aside` is where a whole
+directory is written. `write_tensors` writes safetensors files in one pass, with the SHA-256 of everything in their
+metadata. Only `bytes_of` loads torch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from noloco_node.errors import storage_error
+from noloco_node.errors import storage_error, usage_error
 from noloco_node.units import format_bytes
 
 if TYPE_CHECKING:
@@ -84,6 +85,51 @@ def require_room(directory: Path, size_bytes: int, path: Path | None = None) -> 
         spare, needed, free = map(format_bytes, (SPARE_BYTES, size_bytes + SPARE_BYTES, free_bytes))
         why = f"{needed} are needed ({spare} of them to spare), {free} are free"
         raise OSError(errno.ENOSPC, why, None if path is None else str(path))
+
+
+@contextmanager
+def locked_aside(directory: Path) -> Iterator[Path]:
+    """Yield an empty directory beside `directory`, without what a killed process left there; remove it afterwards.
+
+    The body may have renamed it. Raises `UserError` if another process has it.
+    """
+    aside = directory.absolute().parent / f".{directory.name}.aside"
+    lock = _lock(aside, directory)
+    try:
+        for left in aside.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        yield aside
+    finally:
+        if _is_held(lock, aside):
+            shutil.rmtree(aside, ignore_errors=True)
+        os.close(lock)
+
+
+def _lock(aside: Path, directory: Path) -> int:
+    """Lock a directory and return the descriptor that holds it; raise `UserError` if another process does."""
+    while True:
+        aside.mkdir(parents=True, exist_ok=True)
+        lock = os.open(aside, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise usage_error(
+                f"Another process is writing {directory}.",
+                why=f"it holds {aside}",
+                hint="wait for it, or choose another path",
+            ) from None
+        if _is_held(lock, aside):
+            return lock
+        os.close(lock)  # of a directory that its owner has just removed or renamed
+
+
+def _is_held(lock: int, aside: Path) -> bool:
+    """Say whether a directory is still the one that was locked."""
+    try:
+        return os.path.samestat(os.fstat(lock), os.stat(aside))
+    except FileNotFoundError:
+        return False
 
 
 def sweep(directory: Path) -> None:

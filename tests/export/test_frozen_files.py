@@ -19,6 +19,7 @@ from noloco_node.planning.model_layout import frozen_whole, make_stage, model_la
 from noloco_node.planning.plan_text import report
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import load_run
+from noloco_node.storage.atomic_file import locked_aside
 from noloco_node.storage.weight_store import WeightFile, WeightStore
 from noloco_node.units import format_bytes
 
@@ -163,6 +164,33 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> No
     assert {each.name for each in tmp_path.iterdir()} == {"model", "run-frozen", "run.toml"}
     listed = {each.file for each in load_run(path).model.frozen_files}
     assert {each.name for each in (tmp_path / "run-frozen").glob("*.safetensors")} == listed
+
+
+def test_the_files_of_a_process_that_was_killed_before_the_run_file_serve_the_next(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", sizes=WIDE)
+    path = init(tmp_path, "nf4")
+    before = path.read_text()
+    path.unlink()
+    assert init(tmp_path, "nf4").read_text() == before
+    path.unlink()
+    frozen = next((tmp_path / "run-frozen").glob("frozen-*"))
+    frozen.write_bytes(frozen.read_bytes()[:-1] + b"x")
+    changed = {each.name: each.read_bytes() for each in (tmp_path / "run-frozen").iterdir()}
+    with pytest.raises(UserError, match="is there already"):
+        init(tmp_path, "nf4")
+    assert {each.name: each.read_bytes() for each in (tmp_path / "run-frozen").iterdir()} == changed
+    assert {each.name for each in tmp_path.iterdir()} == {"model", "run-frozen"}
+
+
+def test_one_process_at_a_time_writes_the_files(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", sizes=WIDE)
+    with locked_aside(tmp_path / "run-frozen") as aside:
+        (aside / "half").write_bytes(b"of a file")
+        with pytest.raises(UserError, match="Another process is writing"):
+            init(tmp_path, "nf4")
+        assert (aside / "half").read_bytes() == b"of a file"
+    assert {each.name for each in tmp_path.iterdir()} == {"model"}
+    init(tmp_path, "nf4")
 
 
 def test_files_of_another_form_than_the_runs_are_refused(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_what_a_killed_export_left_goes_and_one_at_work_is_left_alone(tmp_path: 
     (left / "model.safetensors").write_bytes(b"half")
     lock = os.open(left, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    with pytest.raises(UserError, match="Another export") as caught:
+    with pytest.raises(UserError, match="Another process") as caught:
         export(tmp_path / "model")
     assert caught.value.code == Exit.USAGE
     assert os.listdir(tmp_path) == [left.name]

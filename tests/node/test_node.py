@@ -130,7 +130,7 @@ async def test_a_newcomer_whose_donor_lied_goes_on_from_a_partner(monkeypatch: p
     """The loss of its first microbatches tells; nobody's claims do."""
 
     def given(stage: Any, state: ReplicaState) -> Any:
-        return from_donor(stage, replace(state, slow=tuple(-5.0 * each for each in state.slow), optimiser=()))
+        return from_donor(stage, replace(state, slow=tuple(-8.0 * each for each in state.slow), optimiser=()))
 
     hub, what = SimNetwork(), recipe(replicas=3, steps=30, per_round=2, extra="staleness_at_most = 2")
     peers = [Peer(hub, what, f"peer-{stage}{number}", stage) for stage in (0, 1) for number in (0, 1)]

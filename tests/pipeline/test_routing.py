@@ -127,6 +127,47 @@ def test_one_that_left_is_dropped_and_one_that_joined_is_drawn_from_the_same_bag
     assert not fewer.entries
 
 
+@given(st.integers(2, 60), st.integers(1, 30), st.integers(0, 60), st.integers())
+def test_newcomers_are_drawn_every_other_time_and_nobody_loses_an_entry_by_it(
+    others: int, newcomers: int, drawn: int, seed: int
+) -> None:
+    known, rng = hops_of([1.0] * others), Random(seed)
+    before, bag = draw(Bag(), known, rng, drawn % others + 1)
+    assert not bag.new, "in the first bag nobody came later"
+    hops = [*known, *(Hop(f"new{number}", 1.0) for number in range(newcomers))]
+    order = []
+    while bag.entries or not order:
+        peer, bag = next_hop(bag, hops, (), rng)
+        order.append(peer)
+    due = {hop.peer: 1 for hop in hops}
+    if drawn % others + 1 < others:
+        assert {hop.peer: before[hop.peer] + order.count(hop.peer) for hop in hops} == due
+    assert Counter(order).keys() >= {f"new{number}" for number in range(newcomers)}
+    assert not bag.new
+
+
+def test_a_newcomer_waits_for_two_draws_on_the_mean() -> None:
+    rng, waited = Random(1), []
+    for _ in range(2000):
+        _, bag = next_hop(Bag(), hops_of([1.0] * 60), (), rng)
+        hops, peer, draws = [*hops_of([1.0] * 60), Hop("new", 1.0)], None, 0
+        while peer != "new":
+            peer, bag = next_hop(bag, hops, (), rng)
+            draws += 1
+        waited.append(draws)
+    assert sum(waited) / len(waited) == pytest.approx(2.0, rel=0.1)
+
+
+@given(st.integers(1, 40), st.integers())
+def test_names_that_flood_a_bag_leave_others_half_of_the_draws_while_these_have_any(names: int, seed: int) -> None:
+    rng, known = Random(seed), hops_of([1.0] * 40)
+    _, bag = next_hop(Bag(), known, (), rng)
+    hops = [*known, *(Hop(f"new{number}", 1.0) for number in range(names))]
+    drawn, _ = draw(bag, hops, rng, 30)
+    of_others = sum(count for peer, count in drawn.items() if not peer.startswith("new"))
+    assert of_others >= 2, "fewer once in thirty million times"
+
+
 def test_the_last_one_standing_is_asked_even_when_the_bag_owes_it_nothing() -> None:
     hops, rng, bag = hops_of([0.01, 100.0]), Random(0), Bag()
     for _ in range(50):
