@@ -345,11 +345,11 @@ def as_microbatch(tokens: Tensor, *, told: bool, progress: float, budget_s: floa
 
 def check_marked(microbatch: Microbatch, vocabulary: int, *, some_given: bool) -> None:
     """Raise ValueError for targets that no peer sends. `some_given`: whether tokens of this run may be only given."""
-    if int(microbatch.targets.min()) < (-FIRST - vocabulary if some_given else 0) or (
-        int(ids_of(microbatch.targets).max()) >= vocabulary
-    ):
+    least = int(microbatch.targets.min())
+    ids = ids_of(microbatch.targets) if least < 0 else microbatch.targets
+    if least < (-FIRST - vocabulary if some_given else 0) or int(ids.max()) >= vocabulary:
         raise ValueError(f"targets outside the vocabulary of {vocabulary}")
-    if not microbatch.learnt:
+    if least < 0 and not microbatch.learnt:
         raise ValueError("targets of which none is learnt")
 
 

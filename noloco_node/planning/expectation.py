@@ -77,9 +77,10 @@ def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
     run, layout, needs, found = planned
     pipeline, tokens = run.pipeline, run.tokens(run.budget_samples)
     parameters = sum(prod(shape) for shapes in layout.shapes for shape in shapes.values())
+    each = tokens / parameters
     enough = (
-        f"; they are {tokens / parameters:.2g} a parameter ({TOKENS_A_PARAMETER} use the work best, by a rule of thumb "
-        "of Hoffmann and others, 2022)"
+        f"; they are {each:,.{1 if each < 10 else 0}f} a parameter ({TOKENS_A_PARAMETER} use the work best, by a rule "
+        "of thumb of Hoffmann and others, 2022)"
     )
     device = max(memory.computing for memory in needs)
     beside = max(memory.beside for memory in needs)

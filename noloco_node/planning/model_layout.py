@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 
 _REFUSALS = (ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
 """Errors of transformers and torch where the sizes of a run file, perhaps a stranger's, fit no model."""
+_MOST_LAYOUTS = 64
+_layouts: dict[bytes, ModelLayout] = {}
+"""By the fields of a run that they follow from: a command asks for one layout many times."""
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "*.model", "*.txt")
 
 
@@ -109,7 +112,21 @@ class ModelLayout(NamedTuple):
 
 
 def model_layout(run: RunConfig) -> ModelLayout:
-    """Work out config, cuts and shapes of a run; raise `UserError` naming what in the run file does not fit."""
+    """Return config, cuts and shapes of a run, worked out once for all runs that differ in other fields.
+
+    Raises `UserError` naming what in the run file does not fit.
+    """
+    pipeline = run.pipeline
+    where = (pipeline.stages, pipeline.boundaries, pipeline.sequence_length, pipeline.subspace, pipeline.codec)
+    key = msgspec.json.encode((run.seed, run.model, run.adapter, run.data.packs, where))
+    if (layout := _layouts.get(key)) is None:
+        if len(_layouts) >= _MOST_LAYOUTS:
+            _layouts.clear()
+        layout = _layouts[key] = _model_layout(run)
+    return layout
+
+
+def _model_layout(run: RunConfig) -> ModelLayout:
     if run.model.is_foreign:
         raise config_error(
             "The run trains a foreign module, which only the program that builds it can run.",

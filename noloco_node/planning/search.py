@@ -16,7 +16,6 @@ from dataclasses import replace
 from math import log2, prod
 from typing import NamedTuple
 
-import msgspec
 from msgspec import structs
 
 from noloco_node.errors import UserError, config_error
@@ -49,8 +48,6 @@ _SUBSPACE_PARTS = (4, 8)
 """Of the width, what travels in the subspaces that are weighed: the parts that were trained (research/results.md)."""
 _FACTORS = (1.0, 0.5, 2.0, 4.0, 8.0, 16.0)
 """Of the batch that was asked for, those that are tried."""
-_MOST_LAYOUTS = 64
-_layouts: dict[bytes, ModelLayout] = {}
 _CODECS = tuple(name for name in ACTIVATION_CODECS if name != "float32")
 
 
@@ -135,7 +132,7 @@ def merit(plan: Planned, asked: RunConfig) -> float:
 
 def _bases(run: RunConfig, machines: Machines) -> list[RunConfig]:
     """Return the run with each number of stages that may fit, the fewest first; with the most where none does."""
-    whole = layout_of(_with_stages(run, 1, machines))
+    whole = model_layout(_with_stages(run, 1, machines))
     bytes_in_all = _LEAST_BYTES[run.inner.state] * sum(map(prod, whole.shapes[0].values())) + whole.frozen[0].bytes
     counts = range(1, 1 + min(machines.count, int(whole.prepared.config.num_hidden_layers)))
     return [
@@ -149,34 +146,13 @@ def _with_stages(run: RunConfig, stages: int, machines: Machines) -> RunConfig:
     return _with_pipeline(run, stages=stages, replicas=replicas, boundaries=None)
 
 
-def layout_of(run: RunConfig) -> ModelLayout:
-    """Return the layout of a run, made once for all runs that differ in other fields."""
-    pipeline = run.pipeline
-    key = msgspec.json.encode(
-        (
-            run.seed,
-            run.model,
-            pipeline.stages,
-            pipeline.boundaries,
-            pipeline.sequence_length,
-            pipeline.subspace,
-            run.adapter,
-        )
-    )
-    if key not in _layouts:
-        if len(_layouts) >= _MOST_LAYOUTS:
-            _layouts.clear()
-        _layouts[key] = model_layout(run)
-    return _layouts[key]
-
-
 def in_subspaces(planned: Planned, machines: Machines) -> Iterator[Planned]:
     """Yield the same plan with smaller and smaller parts of the width travelling, for as far as the model allows it."""
     width = int(planned.layout.prepared.config.hidden_size)
     for part in _SUBSPACE_PARTS:
         run = _with_pipeline(planned.run, subspace=width // part)
         try:
-            layout = layout_of(run)
+            layout = model_layout(run)
         except UserError:
             return
         needs = gpu_memories(run, layout, machines)
@@ -184,7 +160,7 @@ def in_subspaces(planned: Planned, machines: Machines) -> Iterator[Planned]:
 
 
 def _plans(base: RunConfig, before: RunConfig, machines: Machines) -> Iterator[Planned]:
-    layout = layout_of(base)
+    layout = model_layout(base)
     for flow in _flows(base, before):
         needs = gpu_memories(flow, layout, machines)
         if fits(needs, machines):
@@ -256,7 +232,7 @@ def _with_rounds(planned: Planned, before: RunConfig) -> RunConfig:
 def _nothing_fits(run: RunConfig, machines: Machines) -> UserError:
     run = structs.replace(run, inner=structs.replace(run.inner, state="int8"))
     base = _bases(run, machines)[-1]
-    layout = layout_of(base)
+    layout = model_layout(base)
     needs = min(
         (gpu_memories(flow, layout, machines) for flow in _flows(base, base)),
         key=lambda each: sum(missing(each, machines)),

@@ -323,7 +323,7 @@ placements = st.integers(2, 4).flatmap(
 )
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(placements, st.integers(0, 10**6))
 def test_equal_replicas_come_to_balance_with_no_move_too_many(placement: tuple[int, list[int]], seed: int) -> None:
     stages, at = placement
@@ -337,7 +337,7 @@ def test_equal_replicas_come_to_balance_with_no_move_too_many(placement: tuple[i
     calm(swarm)
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     placements,
     st.data(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from functools import cache
 from math import log2
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,8 @@ from noloco_node.cli.run_file import MachineOptions
 from noloco_node.doctor.machine_checks import Grade, Need, judge_gpu, judge_memory
 from noloco_node.errors import Exit, UserError
 from noloco_node.machine.memory import free_of_gpu
-from noloco_node.planning import search
 from noloco_node.planning.expectation import IDLE
-from noloco_node.planning.model_layout import ModelLayout, model_layout
+from noloco_node.planning.model_layout import model_layout
 from noloco_node.planning.plan import LEAST_ROUNDS, LEAST_STEPS, memories, plan
 from noloco_node.planning.plan_text import WIDTH
 from noloco_node.planning.search import (
@@ -66,22 +64,6 @@ MACHINES = st.builds(
     flops=st.floats(1e9, 1e14),
     latency_s=st.floats(0, 1),
 )
-
-
-@pytest.fixture(autouse=True)
-def layouts_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making one takes most of the time, and it follows from the model and the number of stages."""
-
-    @cache
-    def made(hidden: int, stages: int) -> ModelLayout:
-        model = structs.replace(RUN.model, sizes=SIZES | {"hidden_size": hidden})
-        return model_layout(structs.replace(RUN, model=model, pipeline=structs.replace(RUN.pipeline, stages=stages)))
-
-    def found(run: RunConfig) -> ModelLayout:
-        ours = run.model.sizes.get("num_hidden_layers") == SIZES["num_hidden_layers"]
-        return made(run.model.sizes["hidden_size"], run.pipeline.stages) if ours else model_layout(run)
-
-    monkeypatch.setattr(search, "model_layout", found)
 
 
 def planned(machines: Machines, run: RunConfig = RUN) -> Planned | None:
@@ -149,7 +131,7 @@ def test_the_state_is_float32_unless_codes_bring_clearly_more_and_one_stage_is_e
         if each is not None and each.run.pipeline.stages > 1:
             alone = structs.replace(each.run.pipeline, stages=1, windows_in_flight=1, microbatch_size=1)
             whole = structs.replace(each.run, pipeline=alone)
-            assert not fits(gpu_memories(whole, search.model_layout(whole), machines), machines)
+            assert not fits(gpu_memories(whole, model_layout(whole), machines), machines)
     fewer = in_fewer_stages(found, machines)
     assert (fewer is None) == (found.run.pipeline.stages == 1)
     if fewer is not None:
@@ -296,7 +278,7 @@ def test_moments_lie_in_main_memory_where_a_stage_fits_in_no_other_way(gpu: str,
     run = decode_run(run_text("1b"), "preset")
     run = structs.replace(run, inner=structs.replace(run.inner, state="int8"), precision="auto")
     run = structs.replace(run, pipeline=structs.replace(run.pipeline, stages=1, replicas=16, microbatch_size=1))
-    machines, layout = MachineOptions(gpu=gpu, ram=ram).machines(), search.layout_of(run)
+    machines, layout = MachineOptions(gpu=gpu, ram=ram).machines(), model_layout(run)
     (needs,) = gpu_memories(run, layout, machines)
     (plain,) = memories(run, layout, half=True)
     assert (needs.moments_beside > 0) == beside

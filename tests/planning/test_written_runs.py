@@ -10,7 +10,8 @@ from msgspec import structs
 
 from noloco_node.cli.run_file import MachineOptions
 from noloco_node.planning.expectation import planned_values, with_evaluations
-from noloco_node.planning.search import layout_of, plan_for
+from noloco_node.planning.model_layout import model_layout
+from noloco_node.planning.search import plan_for
 from noloco_node.planning.throughput import fits, gpu_memories
 from noloco_node.run.presets import run_text
 from noloco_node.run.runfile import decode_run, load_run
@@ -30,7 +31,7 @@ def test_a_run_fits_the_machines_that_it_names_and_keeps_its_preset(path: Path) 
     run, machines = load_run(path), MachineOptions().completed_from(path).machines()
     asked = decode_run(run_text(path.name[:2]), "the preset")
     assert run.pipeline.peers <= machines.count
-    assert fits(gpu_memories(run, layout_of(run), machines), machines)
+    assert fits(gpu_memories(run, model_layout(run), machines), machines)
     assert run.budget_samples == pytest.approx(asked.budget_samples, rel=0.01)
     planned = {section: values.keys() for section, values in planned_values(run).items()}
     for section in ("model", "admission"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
@@ -17,7 +16,7 @@ from noloco_node.machine.interface import EvaluationHost, FirstWeights, Reporter
 from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
 from noloco_node.node.replica import Replica
-from noloco_node.planning.model_layout import ModelLayout, make_stage, model_layout
+from noloco_node.planning.model_layout import make_stage, model_layout
 from noloco_node.sim.hardware.memory_host import MemoryHost, MemoryStore
 from noloco_node.sim.hardware.priced_stage import VirtualDevice
 from noloco_node.sim.network.sim_network import SimNetwork
@@ -74,11 +73,6 @@ overlap_steps = {min(2, per_round - 1)}
 {extra}
 """
     return RunFileText(text, "the test's run file")
-
-
-@functools.cache
-def _plan(text: str) -> ModelLayout:
-    return model_layout(RunFileText(text, "the test's run file").run)
 
 
 class Text:
@@ -148,7 +142,7 @@ class Peer:
         self.shelf = MemoryStore(lambda: self.saved)
         self.text = Text(recipe.run, name)
         self.stages: list[Stage] = []
-        self.plan = _plan(recipe.text)
+        self.plan = model_layout(recipe.run)
         self.stepped: tuple[Tensor, ...] = ()
         self.copied_stages: list[int] = []
         self.device = VirtualDevice(job_s) if device is None else device

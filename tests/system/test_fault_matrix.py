@@ -281,7 +281,7 @@ async def test_a_replica_that_hangs_for_good_is_left_alone_though_it_beats(victi
 
     async def steps() -> int:
         begun_s = asyncio.get_running_loop().time()
-        await asyncio.sleep(300.0)
+        await asyncio.sleep(150.0)
         return sum(len(cast.since(peer.name, events.InnerStep, begun_s)) for peer in cast.of_stage(0))
 
     async def hang(heard: Heard) -> None:
