@@ -99,7 +99,7 @@ USUAL = PeerRecord(
     given=Given(10**9, 10**6, 10**11, 10**11, 10**8),
 )
 WHOLE_BYTES, BRIEF_BYTES = (
-    len(encode_record(Published(1_800_000_000_000, record, 1.8e9 + 0.4, BELIEVED_S, 3)))
+    len(encode_record(Published(1_800_000_000_000, record, 1.8e9 + 0.4, math.ceil(BELIEVED_S), 3)))
     for record in (USUAL, brief(USUAL))
 )
 RECORD_BYTES = BRIEF_BYTES + (WHOLE_BYTES - BRIEF_BYTES) // WHOLE_OF

@@ -24,7 +24,7 @@ MORE_EVERY = 12
 """One of so many publications, or readings, goes to more nodes. Records in the DHT outlive the time between two."""
 SEARCH_S, SEARCH_AGAIN_S = 180.0, 5.0
 """A search is good for so long; after one, the next waits at least so long."""
-SEARCH_PAUSES, LONGEST_SEARCH_S = 6, 3600.0
+SEARCH_PAUSES, LONGEST_SEARCH_S = 12, 3600.0
 """While all nodes answer well, a search is good for so many pauses between two uses, and for so long at most."""
 DOUBTED_S, SILENT_S = 600.0, 30.0
 """A node comes last for so long: one that lost what it took, and one that did not answer."""

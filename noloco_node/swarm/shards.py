@@ -29,7 +29,7 @@ MOST_IN_SHARD, LEAST_IN_SHARD = 64, 16
 DEEPEST = 20
 FOLLOWED = 2
 """Shards of a stage that a reader follows; a power of two."""
-FOLLOWED_S = 7200.0
+FOLLOWED_S = 14_400.0
 """A shard is followed for so long. The readers of one change at different times, and a reader one after the other."""
 RENEWED_S = 60.0
 """A peer of a stage of which nobody knows all publishes its record so often."""
