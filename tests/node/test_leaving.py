@@ -85,7 +85,7 @@ async def end(cast: Cast) -> None:
     assert cast.hub.failures == []
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     seed=st.integers(0, 2**20),
     moment_s=st.floats(0.0, 90.0),

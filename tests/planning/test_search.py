@@ -79,7 +79,7 @@ def merit(found: Planned) -> float:
     return found.expected.tokens_per_s / DOUBLING ** abs(log2(found.run.batch / RUN.batch))
 
 
-EXAMPLES = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EXAMPLES = settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @EXAMPLES
