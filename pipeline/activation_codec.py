@@ -386,8 +386,10 @@ class SizeBound:
         self._note(peer, min(size, most))
         if size <= most:
             return wire
-        others = norms.sort().values[: len(norms) - int(LOUDEST * counted * len(norms))]
-        bounded = norms.where(norms <= others[-1], others.square().mean().sqrt())
+        learnt = counted * len(norms)
+        loudest = int(LOUDEST * learnt)
+        others = norms.sort().values[: len(norms) - loudest]
+        bounded = norms.where(norms <= others[-1], torch.linalg.vector_norm(others) / math.sqrt(learnt - loudest))
         size = float(torch.linalg.vector_norm(bounded)) / root
         if size > most * REFUSE / SCALE:
             self._counts["refused"] += 1

@@ -165,12 +165,9 @@ class HostMachine(StageHost):
         self._moments_beside = needs.moments_beside
         self.needs_bytes, self.graph_bytes = list(needs.device), list(needs.graph)
         self.beside_bytes = list(needs.beside)
-        kept, flying = (
-            [self._kept(stage, free[0]) for stage in range(len(needs.graph))],
-            request.recipe.run.pipeline.in_flight,
-        )
-        plain = 1.0 + layout.backward
-        self.passes = [plain + each.computed_again(flying(stage)) for stage, each in enumerate(kept)]
+        pipeline, plain = request.recipe.run.pipeline, 1.0 + layout.backward
+        kept = [self._kept(stage, free[0]) for stage in range(len(needs.graph))]
+        self.passes = [plain + each.computed_again(pipeline.in_flight(stage)) for stage, each in enumerate(kept)]
         self.passes_alone = [plain + each.computed_again(1) for each in kept]
 
     def build(self, stage: int) -> Stage:

@@ -42,8 +42,9 @@ dropout = 0.0
 {weights}
 """
 OWN_TEXT = "your-text/"  # stands in a run file for a text that each source names
-_MOST_SEQUENCES = 128
-"""Of an inner step of all peers: the text that a finished model goes on with is short beside that of a preset."""
+_SEQUENCES = 128
+"""Of an inner step of all peers at most, unless many stages need longer windows: the text that a finished model goes on
+with is short beside that of a preset."""
 _NO_SIZE = {"architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version", "use_cache"}
 """Fields of a config that do not shape the model, or that the run decides."""
 
@@ -74,7 +75,10 @@ def continuing_text(directory: Path, preset: str, adapter: AdapterConfig = NO_AD
     numbers = given | {
         "about": "going on from a finished model",
         "stages": stages,
-        "microbatches_per_step": max(2 * stages, _MOST_SEQUENCES // (given["replicas"] * given["microbatch_size"])),
+        "microbatches_per_step": max(
+            2 * stages,
+            min(given["microbatches_per_step"], _SEQUENCES // (given["replicas"] * given["microbatch_size"])),
+        ),
         "sequence_length": length,
         "learning_rate": f"{float(given['learning_rate']) / slower:g}",
     }

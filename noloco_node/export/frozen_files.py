@@ -57,7 +57,7 @@ def with_frozen_files(text: str, origin: Path, out: Path, *, overwrite: bool) ->
             with locked_aside(out) as aside:
                 written = _write(arrays, aside, run.adapter.base)
                 for each in run.data.tokenizer_files:
-                    shutil.copy(origin / each.file, aside)
+                    flush(Path(shutil.copy(origin / each.file, aside)))
                 lines = "\n\n".join((*sections("model.frozen_files", written), "[[model.weights]]"))
                 _put(aside, out, overwrite=overwrite)
         except OSError as error:
@@ -73,6 +73,7 @@ def _put(aside: Path, out: Path, *, overwrite: bool) -> None:
     was killed before it wrote the run file.
     """
     names = sorted(each.name for each in aside.iterdir())
+    flush(aside)
     if not out.exists():
         os.rename(aside, out)
         flush(out.absolute().parent)

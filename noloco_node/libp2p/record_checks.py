@@ -12,11 +12,11 @@ entry in a heap until it expires.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import struct
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, Final
@@ -84,18 +84,19 @@ def _is_signed(place: bytes, peer: str, expiry: float, value: bytes, may_check: 
     # Lengths first: no other place, peer and value, which strangers choose, may make the same bytes.
     told = f"{len(peer)} {len(place)} {peer}".encode(errors="surrogatepass") + _signable(place, expiry, value)
     digest = hashlib.blake2b(told, key=_SECRET, digest_size=16).digest()
-    verdict = _known_verdict(digest)
-    if not verdict:
+    verdict = _known.pop(digest, None)
+    if verdict is None:
         if not may_check():
             return False
-        verdict.append(_verifies(place, peer, expiry, value))
-    return verdict[0]
+        verdict = _verifies(place, peer, expiry, value)
+        while len(_known) >= VERDICTS:
+            _known.popitem(last=False)
+    _known[digest] = verdict
+    return verdict
 
 
-@functools.lru_cache(maxsize=VERDICTS)
-def _known_verdict(digest: bytes) -> list[bool]:
-    """Return the place for the verdict on a record, empty at first. By digest: the record itself takes up to 8 KiB."""
-    return []
+_known: OrderedDict[bytes, bool] = OrderedDict()
+"""Verdicts on records, the last used last. By digest: a record itself takes up to 8 KiB."""
 
 
 def _signable(place: bytes, expiry: float, content: bytes) -> bytes:

@@ -27,6 +27,7 @@ from noloco_node.planning.throughput import (
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import load_run
 from noloco_node.units import format_bytes, format_count, format_duration, format_rate
+from pipeline.admission_window import MOST_IN_FLIGHT
 
 TOKENS_A_PARAMETER = 20
 EVALUATIONS = 100
@@ -79,8 +80,8 @@ def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
     parameters = sum(prod(shape) for shapes in layout.shapes for shape in shapes.values())
     each = tokens / parameters
     enough = (
-        f"; they are {each:,.{1 if each < 10 else 0}f} a parameter ({TOKENS_A_PARAMETER} use the work best, by a rule "
-        "of thumb of Hoffmann and others, 2022)"
+        f"; they are {f'{each:,.0f}' if each >= 10 else f'{each:.2g}'} a parameter "
+        f"({TOKENS_A_PARAMETER} use the work best, by a rule of thumb of Hoffmann and others, 2022)"
     )
     device = max(memory.computing for memory in needs)
     beside = max(memory.beside for memory in needs)
@@ -275,4 +276,6 @@ def report_machines(path: Path, machines: Machines | None) -> list[str]:
 def _remedy(bound: str) -> str:
     if "links" in bound:
         return "Their lines are too narrow for this run: a codec of fewer bits, fewer stages or faster lines help."
+    if "in flight" in bound:
+        return f"{MOST_IN_FLIGHT} microbatches in flight are few for so long a way: fewer stages or larger ones help."
     return "The windows are too short for so long a way: more microbatches_per_step or fewer stages help."

@@ -142,7 +142,7 @@ def _bases(run: RunConfig, machines: Machines) -> list[RunConfig]:
 
 
 def _with_stages(run: RunConfig, stages: int, machines: Machines) -> RunConfig:
-    replicas = min(machines.count // stages, _largest_batch(run))
+    replicas = min(machines.count // stages, _largest_batch(run) // _sizes(run)[-1])
     return _with_pipeline(run, stages=stages, replicas=replicas, boundaries=None)
 
 
@@ -174,11 +174,8 @@ def _flows(base: RunConfig, before: RunConfig) -> Iterator[RunConfig]:
     Between stages a window is shared out without a rest by multiples of the replicas alone, so these are tried too.
     """
     replicas, most, asked = base.pipeline.replicas, _largest_batch(before), before.batch
-    sizes = [before.pipeline.microbatch_size]
-    while sizes[-1] % 2 == 0:
-        sizes.append(sizes[-1] // 2)
     found: dict[tuple[int, int], float] = {}
-    for size in sizes:
+    for size in _sizes(before):
         for factor in _FACTORS:
             largest = most // (replicas * size)
             window = max(1, min(largest, round(factor * asked / (replicas * size))))
@@ -191,6 +188,14 @@ def _flows(base: RunConfig, before: RunConfig) -> Iterator[RunConfig]:
             yield _with_pipeline(
                 base, windows_in_flight=windows_in_flight, microbatches_per_step=window, microbatch_size=size
             )
+
+
+def _sizes(run: RunConfig) -> list[int]:
+    """Return the sizes of a microbatch that are tried: the one that was asked for, and its halves."""
+    sizes = [run.pipeline.microbatch_size]
+    while sizes[-1] % 2 == 0:
+        sizes.append(sizes[-1] // 2)
+    return sizes
 
 
 def _largest_batch(run: RunConfig) -> int:

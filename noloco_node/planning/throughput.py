@@ -21,6 +21,7 @@ from noloco_node.planning.plan import Memory, graphs_that_fit, memories
 from noloco_node.planning.windows import seconds_each
 from noloco_node.run.config import RunConfig
 from noloco_node.units import format_bytes
+from pipeline.admission_window import MOST_IN_FLIGHT
 from pipeline.messages import ACTIVATION_CODECS
 
 
@@ -171,9 +172,10 @@ def forecast(run: RunConfig, layout: ModelLayout, machines: Machines, needs: Seq
         for number, ((seconds, what), part) in enumerate(zip(slowest, parts, strict=True))
     )
     bound = f"{what} of stage {number}"
-    each_s = seconds_each(pipeline, pace_s, way_seconds(loads, machines.latency_s))
+    way_s = way_seconds(loads, machines.latency_s)
+    each_s = seconds_each(pipeline, pace_s, way_s)
     if pace_s < 0.7 * each_s:
-        bound = "the windows"
+        bound = "the windows" if way_s < MOST_IN_FLIGHT * pace_s else "the microbatches in flight"
     speed = pipeline.replicas * pipeline.microbatch_tokens / each_s
     return Throughput(
         tokens_per_s=speed,

@@ -93,8 +93,18 @@ def test_what_is_remembered_of_signatures_is_bounded(two: tuple[Identity, Identi
     value = one.signer.signed(PLACE, 7.0, b"kept")
     for number in range(record_checks.VERDICTS + 10):
         assert content_of(PLACE, one.name, float(number + 8), value) is None
-    assert record_checks._known_verdict.cache_info().currsize == record_checks.VERDICTS
+    assert len(record_checks._known) == record_checks.VERDICTS
     assert content_of(PLACE, one.name, 7.0, value) == b"kept"
+
+
+def test_a_record_that_may_not_be_checked_takes_no_verdict_s_place(two: tuple[Identity, Identity]) -> None:
+    one, _ = two
+    value = one.signer.signed(PLACE, 7.5, b"kept")
+    assert content_of(PLACE, one.name, 7.5, value, lambda: False) is None, "no verdict is known"
+    assert content_of(PLACE, one.name, 7.5, value) == b"kept"
+    for number in range(record_checks.VERDICTS):
+        assert content_of(PLACE, one.name, number + 8.5, value, lambda: False) is None
+    assert content_of(PLACE, one.name, 7.5, value, lambda: False) == b"kept", "nothing has driven it out"
 
 
 @given(st.text(max_size=80))

@@ -322,6 +322,18 @@ def test_a_few_loud_tokens_count_like_others_and_many_are_refused(
 
 
 @pytest.mark.parametrize("code", CODES)
+def test_loud_tokens_become_as_large_as_those_that_are_learnt(code: ActivationCode) -> None:
+    """Of 64 tokens a quarter is learnt, and the gradients of the others are zero."""
+    bound, some = taught(code), torch.zeros(64, 64)
+    some[:16] = numbers(16, 64, seed=7)
+    some[:2] *= 100.0 * REFUSE
+    counts = bound.bounded("p0", encode(code, some.view(2, 32, 64)), 0.25)
+    norms = bounds_of_norms(code, counts)
+    learnt = float(norms[2:16].square().mean().sqrt())
+    assert norms[:2].tolist() == pytest.approx([learnt, learnt], rel=0.15)
+
+
+@pytest.mark.parametrize("code", CODES)
 def test_the_bound_of_a_norm_holds_and_a_scaled_message_is_that_many_times_it(code: ActivationCode) -> None:
     wire = encode(code, sized(1), 7)
     values = decode(code, wire, 7)

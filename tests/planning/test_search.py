@@ -271,6 +271,14 @@ def test_many_machines_keep_the_batch_or_say_what_becomes_of_it(
     assert ("fewer than the 20 that mix the replicas" in told) == (preset == "tiny")
 
 
+@pytest.mark.parametrize("count", [40, 300])
+def test_microbatches_that_cannot_be_halved_leave_fewer_replicas(count: int) -> None:
+    run = decode_run(run_text("tiny"), "the preset")
+    run = structs.replace(run, pipeline=structs.replace(run.pipeline, microbatch_size=3, microbatches_per_step=4))
+    found = plan_for(run, structs.replace(LARGE, count=count)).run
+    assert (found.batch, found.pipeline.replicas) == (24, 8)
+
+
 @pytest.mark.parametrize(
     ("gpu", "ram", "beside"), [("12GiB", "24GiB", True), ("12GiB", "16GiB", False), ("24GiB", "24GiB", False)]
 )
