@@ -4,8 +4,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
-# Tests run in so many processes, three on two cores, since many wait for daemons. Each may start a swarm of its own. What Python has compiled is kept for the next process
-# and the next run, whatever the environment says: it is a third of the time that it takes to load the tests.
+# Tests run in so many processes, three on two cores, since many wait for daemons. Each may start a swarm of its own.
+# What Python has compiled is kept for the next process and the next run, whatever the environment says: it is a third
+# of the time that it takes to load the tests.
 WORKERS ?= 3
 # The Pythons that the tests ran with, as setup.cfg's classifiers name them.
 TRIED := 3.11 3.12 3.13 3.14
