@@ -237,11 +237,11 @@ def biased(tensor: Tensor, size: float = 0.3) -> Tensor:
     return (tensor.float() + size * tensor.float().square().mean().sqrt()).to(tensor.dtype)
 
 
-def loud_tokens(tensor: Tensor) -> Tensor:
-    """Return a gradient of which an eighth of the tokens is twenty times as large, with the other sign."""
+def loud_tokens(tensor: Tensor, times: float = 20.0) -> Tensor:
+    """Return a gradient of which an eighth of the tokens is so many times as large, with the other sign."""
     loud = tensor.clone()
     tokens = loud.view(-1, loud.shape[-1])
-    tokens[: len(tokens) // 8] *= -20.0
+    tokens[: len(tokens) // 8] *= -times
     return loud
 
 
@@ -293,6 +293,7 @@ ROWS = (
     Row("gradient-x100", LAST, partial(gradients, partial(torch.mul, other=100.0))),
     Row("gradient-1e30", LAST, partial(gradients, partial(torch.full_like, fill_value=1e30))),
     Row("gradient-loud-tokens", LAST, partial(gradients, loud_tokens)),
+    Row("gradient-louder-tokens", LAST, partial(gradients, partial(loud_tokens, times=1000.0))),
     Row("gradient-bias", LAST, partial(gradients, biased)),
     Row("gradient-bias-small", LAST, partial(gradients, partial(biased, size=0.15))),
     Row("gradient-bias-large", LAST, partial(gradients, partial(biased, size=0.7))),

@@ -77,8 +77,7 @@ def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
     """Say what to expect of a run on its machines, in lines that a terminal holds."""
     run, layout, needs, found = planned
     pipeline, tokens = run.pipeline, run.tokens(run.budget_samples)
-    parameters = sum(prod(shape) for shapes in layout.shapes for shape in shapes.values())
-    each = tokens / parameters
+    each = tokens / sum(prod(shape) for shapes in layout.shapes for shape in shapes.values())
     enough = (
         f"; they are {f'{each:,.0f}' if each >= 10 else f'{each:.2g}'} a parameter "
         f"({TOKENS_A_PARAMETER} use the work best, by a rule of thumb of Hoffmann and others, 2022)"

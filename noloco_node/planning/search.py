@@ -176,8 +176,8 @@ def _flows(base: RunConfig, before: RunConfig) -> Iterator[RunConfig]:
     replicas, most, asked = base.pipeline.replicas, _largest_batch(before), before.batch
     found: dict[tuple[int, int], float] = {}
     for size in _sizes(before):
+        largest = most // (replicas * size)
         for factor in _FACTORS:
-            largest = most // (replicas * size)
             window = max(1, min(largest, round(factor * asked / (replicas * size))))
             even = max(1, round(window / replicas)) * replicas
             for choice in (window, even) if base.pipeline.stages > 1 else (window,):

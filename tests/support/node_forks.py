@@ -143,7 +143,7 @@ def serve() -> None:
 
 
 def load(modules: Iterable[str]) -> None:
-    """Import modules. What is imported stays, so the garbage collector need not look through it."""
+    """Import modules, and spare the garbage collector from looking through them: they stay."""
     gc.disable()
     for module in modules:
         importlib.import_module(module)
