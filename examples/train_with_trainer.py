@@ -109,7 +109,7 @@ def main() -> None:
             max_steps=1_000_000,  # the run ends it
             lr_scheduler_type="constant",
             per_device_train_batch_size=BATCH,
-            logging_steps=20,
+            logging_steps=5,
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,

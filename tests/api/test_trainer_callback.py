@@ -60,7 +60,8 @@ def test_three_trainers_train_adapters_and_end_with_the_run_though_one_is_killed
             assert is_finished(each)
             assert any(met.partner is not None for met in each.events(OuterStepTaken)), "replicas have met"
         assert sum(len(each.events(InnerStep)) for each in members) >= 3 * STEPS, "others take the steps of the dead"
-        losses = [step.loss for step in left[0].events(InnerStep) if step.loss is not None]
+        most = max((each.events(InnerStep) for each in left), key=len)  # a late one has few
+        losses = [step.loss for step in most if step.loss is not None]
         assert losses[-1] < losses[0] - 0.5
         noloco_node.export(None, tmp_path / "mean", homes=[each.home for each in left])
         bootstrap.interrupt()
