@@ -47,16 +47,7 @@ class Exit(IntEnum):
 
 
 NEEDS_A_PERSON = frozenset(
-    (
-        Exit.USAGE,
-        Exit.CONFIG,
-        Exit.OTHER_RUN,
-        Exit.HOME_IN_USE,
-        Exit.DEVICE,
-        Exit.UNFIT,
-        Exit.NOT_ADMITTED,
-        Exit.DATA,
-    )
+    (Exit.USAGE, Exit.CONFIG, Exit.OTHER_RUN, Exit.HOME_IN_USE, Exit.DEVICE, Exit.UNFIT, Exit.NOT_ADMITTED, Exit.DATA)
 )
 """After these another start would end alike: what supervises a node starts it again after every other failure.
 

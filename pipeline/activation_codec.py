@@ -336,10 +336,7 @@ def learnt(marked: Tensor) -> int:
 def as_microbatch(tokens: Tensor, *, told: bool, progress: float, budget_s: float) -> Microbatch:
     """Return marked tokens [b, s + 1] as a source sends them. `told`: later stages have to know all ids."""
     return Microbatch(
-        hidden=ids_of(tokens[:, :-1]),
-        targets=tokens if told else tokens[:, 1:],
-        progress=progress,
-        budget_s=budget_s,
+        hidden=ids_of(tokens[:, :-1]), targets=tokens if told else tokens[:, 1:], progress=progress, budget_s=budget_s
     )
 
 

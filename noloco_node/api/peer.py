@@ -219,10 +219,7 @@ class JoinedPeer(Leaves):
 
 
 def join(
-    invite: str | PathLike[str],
-    *,
-    stages: Callable[[int], nn.Module] | None = None,
-    **options: Unpack[OwnModelOptions],
+    invite: str | PathLike[str], *, stages: Callable[[int], nn.Module] | None = None, **options: Unpack[OwnModelOptions]
 ) -> JoinedPeer:
     """Begin a node in this process: it takes a stage of the run and trains, like `noloco-node join`.
 

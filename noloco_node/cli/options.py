@@ -154,8 +154,7 @@ UploadOption = Annotated[
     ),
 ]
 DownloadOption = Annotated[
-    str | None,
-    typer.Option("--max-download", metavar="RATE", help="Most that is taken, such as 50mbit."),
+    str | None, typer.Option("--max-download", metavar="RATE", help="Most that is taken, such as 50mbit.")
 ]
 CapOption = Annotated[
     str | None,
@@ -310,10 +309,7 @@ class JoinOptions:
             "(evaluate_every_rounds). May be given more than once.",
         ),
     ] = None
-    name: Annotated[
-        str | None,
-        typer.Option("--name", help="Name that others see beside this peer's id."),
-    ] = None
+    name: Annotated[str | None, typer.Option("--name", help="Name that others see beside this peer's id.")] = None
     begin_anew: Annotated[
         bool,
         typer.Option(
@@ -323,8 +319,7 @@ class JoinOptions:
         ),
     ] = False
     linger: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", min=0.0, help="For how long to go on serving the weights after the run."),
+        float, typer.Option(metavar="SECONDS", min=0.0, help="For how long to go on serving the weights after the run.")
     ] = 600.0
     refresh: Annotated[
         float,

@@ -205,8 +205,7 @@ def watch(
         ),
     ] = None,
     journal: Annotated[
-        bool,
-        typer.Option("--journal", help="Play the journals of a run that is over, or crashed, forward and back."),
+        bool, typer.Option("--journal", help="Play the journals of a run that is over, or crashed, forward and back.")
     ] = False,
     once: Annotated[bool, typer.Option("--once", help="Print the present view, or the last one, and leave.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, instead of a picture.")] = False,

@@ -14,15 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from noloco_node.data.file_documents import (
-    Document,
-    Place,
-    ReadingOrder,
-    UnreadText,
-    find_files,
-    row_side_of,
-    side_of,
-)
+from noloco_node.data.file_documents import Document, Place, ReadingOrder, UnreadText, find_files, row_side_of, side_of
 from noloco_node.data.local_rows import LocalRows
 from noloco_node.data.row_forms import BadRow, GoodRow, data_error, row_of
 from noloco_node.errors import UserError, config_error

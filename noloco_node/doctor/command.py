@@ -308,10 +308,7 @@ def judge_reach(verdict: reachability.ReachVerdict, ports: Sequence[int], addres
         said = warn(about, f"no peer could try: {why}", forward)
         return [said, relay] if relayed else [said]
     if relayed:
-        return [
-            warn(about, "nobody can dial this machine directly; a relay stands in, at some cost", forward),
-            relay,
-        ]
+        return [warn(about, "nobody can dial this machine directly; a relay stands in, at some cost", forward), relay]
     if verdict.relays:
         count = len(verdict.relays)
         return [

@@ -19,13 +19,7 @@ from gossip.exchange import kernels
 from noloco_node.admission.ticket import peer_of_file
 from noloco_node.errors import Exit, UserError, reason_of, storage_error
 from noloco_node.libp2p.settings import ensure_identity
-from noloco_node.machine.memory import (
-    bytes_beside,
-    free_bytes,
-    machine_free_bytes,
-    usable_bytes,
-    wanted_bytes,
-)
+from noloco_node.machine.memory import bytes_beside, free_bytes, machine_free_bytes, usable_bytes, wanted_bytes
 from noloco_node.machine.system import allow_files, allowed_files
 from noloco_node.storage.checkpoint import KEPT, files
 from noloco_node.storage.home import HomePaths, RunPaths

@@ -30,13 +30,7 @@ from noloco_node.export.adapter_files import (
     peft_adapter,
 )
 from noloco_node.export.held_out_loss import judged_by_loss
-from noloco_node.export.huggingface import (
-    PARAMETERS,
-    own_generation,
-    write_adapter,
-    write_checkpoint,
-    write_parameters,
-)
+from noloco_node.export.huggingface import PARAMETERS, own_generation, write_adapter, write_checkpoint, write_parameters
 from noloco_node.export.replica_fetch import (
     Look,
     at_work,

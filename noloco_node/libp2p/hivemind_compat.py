@@ -165,12 +165,7 @@ class DhtNode:
 
     @classmethod
     async def create(
-        cls,
-        parts: HivemindParts,
-        client: DaemonClient,
-        validator: RecordValidator,
-        rules: CallRules,
-        answer_s: float,
+        cls, parts: HivemindParts, client: DaemonClient, validator: RecordValidator, rules: CallRules, answer_s: float
     ) -> DhtNode:
         """Become a node of a DHT, in which others have `answer_s` for each answer; it caches nothing."""
 

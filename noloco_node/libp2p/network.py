@@ -81,10 +81,7 @@ class Libp2pNetwork:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls,
-        settings: NetworkSettings,
-        tell: Callable[[str], None] = logger.warning,
-        met: KnownPeers | None = None,
+        cls, settings: NetworkSettings, tell: Callable[[str], None] = logger.warning, met: KnownPeers | None = None
     ) -> AsyncIterator[Libp2pNetwork]:
         """Join the network for as long as the context; `UserError`, with what to try, when that cannot be.
 

@@ -213,12 +213,7 @@ class Assignment:
         replica = self.replica = _make_replica(context, services, start)
         self._server = StageServer(context, replica)
         self.migration = MigrationWatcher(
-            context,
-            start.number,
-            moves,
-            lambda: replica.progress.value,
-            unfit,
-            lambda: replica.rounds.met_partners,
+            context, start.number, moves, lambda: replica.progress.value, unfit, lambda: replica.rounds.met_partners
         )
         self._state = PeerState.TRAINING
         self._ending: Ending | None = None
@@ -238,11 +233,7 @@ class Assignment:
 
     async def _run(self, leave: asyncio.Event) -> AssignmentEnd:
         context, services = self._context, self._services
-        async with (
-            aclosing(self.replica),
-            background(services.writer.run()),
-            background(self._keep_snapshots()),
-        ):
+        async with aclosing(self.replica), background(services.writer.run()), background(self._keep_snapshots()):
             async with background(supervised("the report of progress", self._progress.run, context.warn)):
                 try:
                     ending = await self.train(leave)

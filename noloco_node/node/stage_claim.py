@@ -139,12 +139,7 @@ def _does_not_fit(host: Host, free: FreeMemory, stages: Sequence[int], *, reserv
 
 def out_of_memory(stage: int, why: str) -> UserError:
     """Return the error of a stage for which the memory of the device was not enough."""
-    return UserError(
-        f"Stage {stage} does not fit in memory here.",
-        why=why,
-        hint=MORE_MEMORY,
-        code=Exit.DEVICE,
-    )
+    return UserError(f"Stage {stage} does not fit in memory here.", why=why, hint=MORE_MEMORY, code=Exit.DEVICE)
 
 
 async def claim_stage(context: NodeContext, request: StageRequest, served: int | None) -> ClaimedStage:

@@ -21,14 +21,7 @@ from rich.text import Text
 
 from noloco_node.observe.bottleneck import StageView
 from noloco_node.observe.peer_history import Point
-from noloco_node.observe.swarm_view import (
-    LONGEST_VIRTUAL_S,
-    Change,
-    GivenInAll,
-    PeerView,
-    SwarmView,
-    plain,
-)
+from noloco_node.observe.swarm_view import LONGEST_VIRTUAL_S, Change, GivenInAll, PeerView, SwarmView, plain
 from noloco_node.swarm.shards import total
 from noloco_node.units import format_clock, format_count, format_duration
 

@@ -49,11 +49,7 @@ def planned_values(run: RunConfig) -> dict[str, dict[str, object]]:
             "windows_in_flight": pipeline.windows_in_flight,
             "codec": f'"{pipeline.codec}"',
         },
-        "inner": {
-            "steps": run.inner.steps,
-            "warmup_steps": run.inner.warmup_steps,
-            "state": f'"{run.inner.state}"',
-        },
+        "inner": {"steps": run.inner.steps, "warmup_steps": run.inner.warmup_steps, "state": f'"{run.inner.state}"'},
         "outer": {
             "inner_steps_per_round": outer.inner_steps_per_round,
             **({} if late is None else {"late_inner_steps_per_round": late}),

@@ -126,7 +126,7 @@ def in_words(now: tuple[float, ...], others: tuple[WindowSuggestion, ...], repli
     nothing, one, three = now
     lines = [
         f"The slowest stage works about {nothing:.0%} of the time if messages take none, {one:.0%} if a message "
-        f"takes as long as its forward pass, and {three:.0%} if three times as long.",
+        f"takes as long as its forward pass, and {three:.0%} if three times as long."
     ]
     for other in others:
         nothing, one, three = other.efficiency
