@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 
 
@@ -87,6 +89,15 @@ def storage_error(what: str, why: str, hint: str) -> UserError:
 def reason_of(error: OSError) -> str:
     """Say what the system refused, and at which file, without its number."""
     return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+
+
+@contextmanager
+def os_errors_as(kind: Callable[[str, str, str], UserError], what: str, hint: str) -> Iterator[None]:
+    """Raise an `OSError` of the body as a `UserError` whose reason is what the system refused."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(what, reason_of(error), hint) from error
 
 
 def causes(error: BaseException) -> list[BaseException]:

@@ -20,7 +20,7 @@ from typing import Self
 
 import msgspec
 
-from noloco_node.errors import storage_error
+from noloco_node.errors import os_errors_as, storage_error
 from noloco_node.journal import events
 from noloco_node.journal.events import Event, fields_of
 from noloco_node.tasks import loop_s
@@ -36,14 +36,9 @@ class Journal:
         """Open `path` for appending; raise `UserError` where it cannot be opened at all."""
         self._path, self._max_bytes, self._now = path, max_bytes, now
         self._closed = False
-        try:
+        hint = "free some space, or give another directory with --home"
+        with os_errors_as(storage_error, f"cannot open the journal {path}", hint):
             self._file = _open(path)
-        except OSError as error:
-            raise storage_error(
-                f"cannot open the journal {path}",
-                why=error.strerror or str(error),
-                hint="free some space, or give another directory with --home",
-            ) from error
         self._size, self._torn = _size_and_torn(path)
 
     def write(self, event: Event) -> None:

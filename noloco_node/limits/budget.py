@@ -22,13 +22,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import date, datetime, time, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from noloco_node.errors import UserError, storage_error, usage_error
+from noloco_node.errors import UserError, os_errors_as, storage_error, usage_error
 from noloco_node.storage import atomic_file
 from noloco_node.units import parse_bytes, parse_rate
 
@@ -270,17 +271,11 @@ class TrafficLedger:
 
     def _read(self) -> MonthUsage:
         nothing = MonthUsage(month=month_of(self._now()))
+        hint = "repair its permissions, or give another directory with --home"
         try:
-            found = msgspec.json.decode(self._path.read_bytes(), type=MonthUsage)
-        except FileNotFoundError:
-            return nothing
-        except OSError as error:
-            raise storage_error(
-                f"cannot read {self._path}",
-                why=error.strerror or str(error),
-                hint="repair its permissions, or give another directory with --home",
-            ) from error
+            with os_errors_as(storage_error, f"cannot read {self._path}", hint), suppress(FileNotFoundError):
+                found = msgspec.json.decode(self._path.read_bytes(), type=MonthUsage)
+                return found if min(found.sent_bytes, found.received_bytes) >= 0 else nothing
         except (msgspec.DecodeError, UnicodeDecodeError):
             self._say(f"{self._path} is garbled: counting this month's traffic from zero")
-            return nothing
-        return found if min(found.sent_bytes, found.received_bytes) >= 0 else nothing
+        return nothing

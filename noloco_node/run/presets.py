@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from noloco_node.errors import storage_error, usage_error
+from noloco_node.errors import os_errors_as, storage_error, usage_error
 from noloco_node.storage import atomic_file
 
 Preset: TypeAlias = dict[str, Any]
@@ -101,14 +101,9 @@ def write_text(path: Path, text: str, *, overwrite: bool) -> None:
     """Write a run file's text to `path`; raise `UserError` if a file is in the way."""
     if not overwrite:
         check_free(path)
-    try:
+    hint = "a path in a directory that exists and is yours"
+    with os_errors_as(storage_error, f"{path} cannot be written.", hint):
         atomic_file.write(path, text.encode(), public=True)
-    except OSError as error:
-        raise storage_error(
-            f"{path} cannot be written.",
-            why=error.strerror or str(error),
-            hint="a path in a directory that exists and is yours",
-        ) from error
 
 
 def demo_run_text(*, stages: int, replicas: int, steps: int, seed: int) -> str:

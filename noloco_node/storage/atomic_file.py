@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from noloco_node.errors import storage_error, usage_error
+from noloco_node.errors import os_errors_as, storage_error, usage_error
 from noloco_node.units import format_bytes
 
 if TYPE_CHECKING:
@@ -165,11 +165,9 @@ def flush(path: Path) -> None:
 
 def write_whole(path: Path, content: bytes, *, public: bool = False) -> None:
     """Do as `write` does; raise `UserError` (STORAGE) if the disk refuses."""
-    try:
+    hint = "free some space, or give another directory with --home"
+    with os_errors_as(storage_error, f"cannot write {path}", hint):
         write(path, content, public=public)
-    except OSError as error:
-        hint = "free some space, or give another directory with --home"
-        raise storage_error(f"cannot write {path}", error.strerror or str(error), hint) from error
 
 
 class TensorBytes(NamedTuple):
