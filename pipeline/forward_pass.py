@@ -39,15 +39,7 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.activation_codec import (
-    as_targets,
-    decode,
-    encode,
-    gradient_seed_beside,
-    ids_of,
-    learnt,
-    positions_in_rows,
-)
+from pipeline import activation_codec
 from pipeline.adapters import frozen_weights
 from pipeline.decoder_slice import Cut, TokenFeatures, layer_list, multiplied_weights
 from pipeline.hardware.device_type import DEVICE_TYPES
@@ -248,8 +240,8 @@ class PendingForward:
     """
 
     def __init__(self, stage: StagePasses, origin: PassInput, graph: Graph) -> None:
-        self.output = encode(stage.codec.down, graph.output.detach()).cpu()
-        self._seed = gradient_seed_beside(stage.codec, self.output)
+        self.output = activation_codec.encode(stage.codec.down, graph.output.detach()).cpu()
+        self._seed = activation_codec.gradient_seed_beside(stage.codec, self.output)
         self._stage, self._shape, self._short = stage, graph.output.shape, False
         self._origin: PassInput | None = origin
         self._graph: Graph | None = graph
@@ -364,9 +356,9 @@ class StagePasses:
         """Return what the targets that came with a microbatch say of it."""
         if targets is None:
             return NOTHING_KNOWN
-        positions = positions_in_rows(targets[:, -hidden.shape[1] :])
+        positions = activation_codec.positions_in_rows(targets[:, -hidden.shape[1] :])
         return Known(
-            None if self._module.fixed is None else ids_of(targets[:, :-1]).to(self._device),
+            None if self._module.fixed is None else activation_codec.ids_of(targets[:, :-1]).to(self._device),
             None if positions is None else positions.to(self._device),
         )
 
@@ -381,7 +373,7 @@ class StagePasses:
         return PendingForward(self, origin, graph)
 
     def _input_seed(self, hidden: Tensor) -> Callable[[], int]:
-        return (lambda: 0) if self._first else gradient_seed_beside(self.codec, hidden)
+        return (lambda: 0) if self._first else activation_codec.gradient_seed_beside(self.codec, hidden)
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Gradient:
         """Run the last stage forward and backward: cross-entropy against marked `targets` [b, s], int64.
@@ -399,7 +391,7 @@ class StagePasses:
         while self._has_overflowed(graph):
             graph = self._spoiling(lambda: self._loss(hidden, wanted, known))
         self._count_backward()
-        counted = learnt(wanted)
+        counted = activation_codec.learnt(wanted)
         mean = graph.output.item() * wanted.numel() / max(1, counted)
         return Gradient(hidden=self._input_gradient(graph, seed), loss=mean, tokens=counted)
 
@@ -436,9 +428,9 @@ class StagePasses:
         if targets.shape != hidden.shape[:2]:
             raise ValueError(f"targets of {list(targets.shape)} for logits of {list(hidden.shape[:2])}")
         # On a GPU an id outside the vocabulary would take the whole process down.
-        if ids_of(targets).max() >= vocabulary:
+        if activation_codec.ids_of(targets).max() >= vocabulary:
             raise ValueError(f"targets outside the vocabulary of {vocabulary}")
-        return as_targets(targets.to(self._device))
+        return activation_codec.as_targets(targets.to(self._device))
 
     @torch.no_grad()
     def _has_plain_head(self, hidden: Tensor, tokens: Tensor | None, logits_of: Callable[[Tensor], Tensor]) -> bool:
@@ -460,7 +452,7 @@ class StagePasses:
         output = self._with_room(lambda: self._without_graph(hidden, known))
         if not _is_finite(output):
             raise FloatingPointError("activations that are not finite")
-        return encode(self.codec.down, output).cpu()
+        return activation_codec.encode(self.codec.down, output).cpu()
 
     def token_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each of the targets that `loss` takes, without a backward pass: the last stage's work.
@@ -517,7 +509,7 @@ class StagePasses:
         given = hidden.to(self._device)
         if self._first:
             return Graph(None, self._run(given, weights, known, logits=logits))
-        leaf = decode(self.codec.down, given).detach().requires_grad_()
+        leaf = activation_codec.decode(self.codec.down, given).detach().requires_grad_()
         return Graph(leaf, self._run(leaf, weights, known, logits=logits))
 
     def _run(self, given: Tensor, weights: WeightSet, known: Known, *, logits: bool = True) -> Tensor:
@@ -533,7 +525,7 @@ class StagePasses:
         if origin.weights.version != origin.version:
             # No other check sees it.
             raise RuntimeError("weights were changed under a forward pass that waits for its gradient")
-        decoded = or_memory_error(lambda: decode(self.codec.back, gradient.to(self._device), seed))
+        decoded = or_memory_error(lambda: activation_codec.decode(self.codec.back, gradient.to(self._device), seed))
         graph = self._scaled_backward(origin, graph, decoded)
         while self._has_overflowed(graph):
             if not self._scale.adapts:
@@ -580,7 +572,7 @@ class StagePasses:
         if graph.leaf is None:
             return None
         assert graph.leaf.grad is not None
-        return encode(self.codec.back, graph.leaf.grad.div_(self._scale.value), seed()).cpu()
+        return activation_codec.encode(self.codec.back, graph.leaf.grad.div_(self._scale.value), seed()).cpu()
 
     def _again(self, origin: PassInput) -> Graph:
         now = self._type.random_state(self._device)

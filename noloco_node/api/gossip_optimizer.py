@@ -10,14 +10,7 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from noloco_node.api.foreign_stage import (
-    ForeignHost,
-    ForeignStage,
-    StepSignal,
-    check_frozen,
-    check_module,
-    trained_parameters,
-)
+from noloco_node.api import foreign_stage
 from noloco_node.api.peer import Leaves, NodeThread, PeerOptions, at_exit, parsed
 from noloco_node.api.training_thread import IterationClock, TrainingThread
 from noloco_node.cli.host_machine import Machine, MachineRequest
@@ -51,12 +44,12 @@ class GossipOptimizer(Leaves, torch.optim.Optimizer):
         """Join the run of an invite (its text, a file that holds it, or a home that keeps one) with a module."""
         self._inner = optimizer  # first: what this class has not, the wrapped optimiser has
         self._refuse_second()
-        parameters = trained_parameters(module)
+        parameters = foreign_stage.trained_parameters(module)
         _check_optimised(parameters, optimizer)
         found, read = parsed(invite, {**options, "stage": 0, "device": _device_name(parameters)})
         self._training, self._clock = TrainingThread(), IterationClock()
-        self._stage: ForeignStage | None = None
-        self._signal: StepSignal | None = None
+        self._stage: foreign_stage.ForeignStage | None = None
+        self._signal: foreign_stage.StepSignal | None = None
         self._node = NodeThread(found, read, partial(self._prepare, module, parameters), self._training.wake)
         GossipOptimizer._alive = self
         at_exit(self._end)
@@ -188,11 +181,11 @@ class GossipOptimizer(Leaves, torch.optim.Optimizer):
                 "noloco_node.join(invite, stages=...), with what builds them",
             )
         (shapes,) = layout.shapes
-        check_module(shapes, parameters)
-        check_frozen(run, module)
-        stage = self._stage = ForeignStage([parameters[name] for name in shapes], self._clock)
-        signal = self._signal = StepSignal(run, stage)
-        return Machine(layout, partial(ForeignHost, request, stage, self._training, self._clock, signal))
+        foreign_stage.check_module(shapes, parameters)
+        foreign_stage.check_frozen(run, module)
+        stage = self._stage = foreign_stage.ForeignStage([parameters[name] for name in shapes], self._clock)
+        signal = self._signal = foreign_stage.StepSignal(run, stage)
+        return Machine(layout, partial(foreign_stage.ForeignHost, request, stage, self._training, self._clock, signal))
 
     def _refuse_second(self) -> None:
         if GossipOptimizer._alive is not None and GossipOptimizer._alive._node.is_ours:

@@ -30,18 +30,9 @@ from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.timeouts import DialTimeouts
 from noloco_node.planning.bandwidth import NARROW_S, MicrobatchBytes, microbatch_bytes
 from noloco_node.swarm import invite as invites
-from noloco_node.swarm import speed_test
+from noloco_node.swarm import run_distribution, speed_test
 from noloco_node.swarm.access import RunAccess, connected
 from noloco_node.swarm.roster import Roster
-from noloco_node.swarm.run_distribution import (
-    JOINING_CLOCK_ERROR_S,
-    SCHEMA,
-    TOPIC,
-    RunFileReply,
-    RunFileText,
-    RunRequest,
-    fetch,
-)
 from noloco_node.units import format_rate
 
 MOST_TRIED, AT_ONCE = 16, 4
@@ -139,7 +130,7 @@ async def _visit(invite: invites.Invite, wish: DoctorRequest) -> tuple[list[Find
             network = HookedNetwork(await access.enter(whole), DialTimeouts())
             peers = [address.peer for address in answering]
             found.append(await _clock(network, peers))
-            run_file = await fetch(network, peers, digest, wish.local)
+            run_file = await run_distribution.fetch(network, peers, digest, wish.local)
             access.pin(run_file.run)
             membership = run_file.membership(network)
             roster = await membership.peek()
@@ -199,7 +190,7 @@ def _ports(addresses: Sequence[str]) -> tuple[int, ...]:
     return tuple(found)[:2]
 
 
-def _needs(run_file: RunFileText) -> tuple[list[Need], list[MicrobatchBytes]]:
+def _needs(run_file: run_distribution.RunFileText) -> tuple[list[Need], list[MicrobatchBytes]]:
     """Return what each stage of a run needs of a machine, and the bytes of a microbatch there."""
     # These imports load torch; before, a wrong invite has been refused already.
     from noloco_node.planning.model_layout import model_layout
@@ -243,11 +234,14 @@ class Rates(NamedTuple):
 async def clock_of(network: PeerNetwork, peer: str, unix_time: Callable[[], float] = time.time) -> float:
     """Return how far our clock is ahead of a peer's, in seconds; raise `ConnectionError` without an answer."""
     try:
-        async with asyncio.timeout(ASK_S), network.talk(peer, TOPIC, SCHEMA) as conversation:
+        async with (
+            asyncio.timeout(ASK_S),
+            network.talk(peer, run_distribution.TOPIC, run_distribution.SCHEMA) as conversation,
+        ):
             asked = unix_time()
-            await conversation.send(RunRequest())
+            await conversation.send(run_distribution.RunRequest())
             reply = await conversation.receive()
-            if not isinstance(reply, RunFileReply):
+            if not isinstance(reply, run_distribution.RunFileReply):
                 raise ConnectionAbortedError(f"expected a run file, got {type(reply).__name__}")
             return (asked + unix_time()) / 2 - reply.unix_time
     except TimeoutError:
@@ -262,7 +256,7 @@ def judge_clock(ahead_s: Sequence[float]) -> Finding:
     off = median(ahead_s)
     says = f"{abs(off):.1f} s {'ahead of' if off > 0 else 'behind'} what {len(ahead_s)} peer(s) say"
     remedy = "set the clock (timedatectl set-ntp true)"
-    if abs(off) > JOINING_CLOCK_ERROR_S:
+    if abs(off) > run_distribution.JOINING_CLOCK_ERROR_S:
         return fail(about, f"{says}; records of who is there expire by the time of day", remedy)
     return warn(about, says, remedy) if abs(off) > CLOCK_DOUBT_S else ok(about, says)
 
