@@ -7,8 +7,8 @@ from functools import partial
 from os import PathLike
 from typing import Any, ClassVar, Unpack
 
-import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from noloco_node.api import foreign_stage
 from noloco_node.api.peer import Leaves, NodeThread, PeerOptions, at_exit, parsed
@@ -19,7 +19,7 @@ from noloco_node.planning.foreign_layout import foreign_layout
 from noloco_node.run.peer_state import PeerState
 
 
-class GossipOptimizer(Leaves, torch.optim.Optimizer):
+class GossipOptimizer(Leaves, Optimizer):
     """Wraps an optimiser: `step` also counts the step for the run, and lets rounds with other peers move the weights.
 
     What requires a gradient in `module` is exchanged; its order in the optimiser is of no matter. Weights change inside
@@ -35,18 +35,17 @@ class GossipOptimizer(Leaves, torch.optim.Optimizer):
     """`torch.amp.GradScaler` looks for values that are not finite itself, and then leaves the step out."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        module: nn.Module,
-        invite: str | PathLike[str],
-        **options: Unpack[PeerOptions],
+        self, optimizer: Optimizer, module: nn.Module, invite: str | PathLike[str], **options: Unpack[PeerOptions]
     ) -> None:
         """Join the run of an invite (its text, a file that holds it, or a home that keeps one) with a module."""
         self._inner = optimizer  # first: what this class has not, the wrapped optimiser has
         self._refuse_second()
         parameters = foreign_stage.trained_parameters(module)
         _check_optimised(parameters, optimizer)
-        found, read = parsed(invite, {**options, "stage": 0, "device": _device_name(parameters)})
+        device = next(iter(parameters.values())).device
+        # The journal names the device, with its energy; a kind that a node does not know stands as the CPU.
+        named = str(device) if device.type in ("cpu", "cuda", "mps") else "cpu"
+        found, read = parsed(invite, {**options, "stage": 0, "device": named})
         self._training, self._clock = TrainingThread(), IterationClock()
         self._stage: foreign_stage.ForeignStage | None = None
         self._signal: foreign_stage.StepSignal | None = None
@@ -217,13 +216,7 @@ class GossipOptimizer(Leaves, torch.optim.Optimizer):
             )
 
 
-def _device_name(parameters: Mapping[str, nn.Parameter]) -> str:
-    """Return the device that the journal names, with its energy; the CPU for a kind that a node does not know."""
-    device = next(iter(parameters.values())).device
-    return str(device) if device.type in ("cpu", "cuda", "mps") else "cpu"
-
-
-def _check_optimised(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+def _check_optimised(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
     """Raise `UserError` that names a parameter which requires a gradient and is in no group of the optimiser."""
     optimised = {id(each) for group in optimizer.param_groups for each in group["params"]}
     for name, each in parameters.items():

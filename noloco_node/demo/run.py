@@ -29,7 +29,7 @@ from rich.console import Console
 from noloco_node import __version__
 from noloco_node.demo import swarm_processes
 from noloco_node.demo.child_processes import Child, Children
-from noloco_node.demo.summary import ModelScores, Outage, Summary, lines, summarise
+from noloco_node.demo.summary import ModelScores, Outage, lines, summarise
 from noloco_node.errors import Exit, UserError, usage_error
 from noloco_node.journal.events import Event
 from noloco_node.journal.reader import Tail
@@ -367,9 +367,10 @@ class _Demo:
         summary = summarise(histories, outage)
         text = lines(summary, scores)
         heading = f"A swarm of {self._demo.stages} stages x {self._demo.replicas} replicas"
+        document = {"summary": summary, "verdict": scores, "single": scores.single if scores else None}
         for name, content in (
             ("summary.txt", ("\n".join(text) + "\n").encode()),
-            ("summary.json", _as_json(summary, scores)),
+            ("summary.json", msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"),
             ("loss.png", picture(heading, histories, summary, scores)),
         ):
             write_whole(self._home.path / name, content, public=True)
@@ -382,11 +383,6 @@ class _Demo:
         text += [f"{what:<18} {self._home.path / name}" for what, name in kept]
         for line in [*text, "", *NEXT]:
             self._print(line)
-
-
-def _as_json(summary: Summary, scores: ModelScores | None) -> bytes:
-    document = {"summary": summary, "verdict": scores, "single": scores.single if scores else None}
-    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
 
 
 def _tokens(run: RunConfig) -> int:

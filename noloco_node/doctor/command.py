@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -233,19 +234,9 @@ class Rates(NamedTuple):
 
 async def clock_of(network: PeerNetwork, peer: str, unix_time: Callable[[], float] = time.time) -> float:
     """Return how far our clock is ahead of a peer's, in seconds; raise `ConnectionError` without an answer."""
-    try:
-        async with (
-            asyncio.timeout(ASK_S),
-            network.talk(peer, run_distribution.TOPIC, run_distribution.SCHEMA) as conversation,
-        ):
-            asked = unix_time()
-            await conversation.send(run_distribution.RunRequest())
-            reply = await conversation.receive()
-            if not isinstance(reply, run_distribution.RunFileReply):
-                raise ConnectionAbortedError(f"expected a run file, got {type(reply).__name__}")
-            return (asked + unix_time()) / 2 - reply.unix_time
-    except TimeoutError:
-        raise ConnectionAbortedError(f"no answer within {ASK_S:g} s") from None
+    asked, question, expected = unix_time(), run_distribution.RunRequest(), run_distribution.RunFileReply
+    reply = await ask(network, peer, run_distribution.TOPIC, run_distribution.SCHEMA, question, expected, ASK_S)
+    return (asked + unix_time()) / 2 - reply.unix_time
 
 
 def judge_clock(ahead_s: Sequence[float]) -> Finding:
@@ -263,25 +254,16 @@ def judge_clock(ahead_s: Sequence[float]) -> Finding:
 
 async def dialled_back(network: PeerNetwork, peers: Sequence[str], ports: tuple[int, ...]) -> reachability.ReachVerdict:
     """Ask peers to dial us back at our ports; those that do not answer do not count."""
+    question, expected, topic = reachability.DialMe(ports=ports), reachability.DialBackReply, reachability.TOPIC
+    answers: list[reachability.DialBackReply] = []
 
-    request = reachability.DialMe(ports=ports)
+    async def note_answer(peer: str) -> None:
+        with suppress(ConnectionError):
+            schema, patience_s = reachability.SCHEMA, reachability.ASK_S
+            answers.append(await ask(network, peer, topic, schema, question, expected, patience_s))
 
-    async def reply_of(peer: str) -> reachability.DialBackReply | None:
-        try:
-            return await ask(
-                network,
-                peer,
-                reachability.TOPIC,
-                reachability.SCHEMA,
-                request,
-                reachability.DialBackReply,
-                reachability.ASK_S,
-            )
-        except ConnectionError:
-            return None
-
-    answers = await asyncio.gather(*(reply_of(peer) for peer in peers[:MOST_ASKED]))
-    return reachability.judge([answer for answer in answers if answer is not None])
+    await asyncio.gather(*map(note_answer, peers[:MOST_ASKED]))
+    return reachability.judge(answers)
 
 
 def judge_reach(verdict: reachability.ReachVerdict, ports: Sequence[int], addresses: Sequence[str]) -> list[Finding]:

@@ -172,9 +172,7 @@ def require_disk(paths: RunPaths, weights: Mapping[int, int], kept: int, *, keep
             f" checkpoint stays, and we go on from it; {finding.hint}"
         )
     raise storage_error(
-        f"The disk at {paths.path} has no room for checkpoints.",
-        why=finding.says,
-        hint=f"{finding.hint}; --keep 1 takes less",
+        f"The disk at {paths.path} has no room for checkpoints.", finding.says, f"{finding.hint}; --keep 1 takes less"
     )
 
 

@@ -173,9 +173,7 @@ def _adapted_by(directory: Path) -> Path:
         settings = msgspec.json.decode((directory / ADAPTER_CONFIG).read_bytes(), type=dict[str, Any])
     except (OSError, RecursionError, msgspec.DecodeError) as error:
         raise config_error(
-            f"{directory} holds no adapter that can be read.",
-            why=f"{ADAPTER_CONFIG}: {error}",
-            hint="copy or export it again",
+            f"{directory} holds no adapter that can be read.", f"{ADAPTER_CONFIG}: {error}", "copy or export it again"
         ) from error
     named = settings.get("base_model_name_or_path")
     with suppress(OSError, RuntimeError):  # a name may be of another machine: too long, of no user, or not ours to read

@@ -251,16 +251,12 @@ async def _ask(dialer: StreamDialer, peer: str, ports: tuple[int, ...]) -> DialB
 
 
 def choose_daemon_config(
-    settings: NetworkSettings,
-    config: DaemonConfig,
-    own: Sequence[str],
-    verdict: ReachVerdict,
-    tell: Callable[[str], None],
+    settings: NetworkSettings, config: DaemonConfig, own: Sequence[str], said: ReachVerdict, tell: Callable[[str], None]
 ) -> DaemonConfig:
     """Return how to start our daemon after what others said; `own`: the addresses that it knows itself."""
-    relays = addresses.checked_relays([*settings.relays, *verdict.relays])
-    if settings.reach is Reachability.AUTO and verdict.dialled is not False:
-        new = [place for place in verdict.places if place not in own]
+    relays = addresses.checked_relays([*settings.relays, *said.relays])
+    if settings.reach is Reachability.AUTO and said.dialled is not False:
+        new = [place for place in said.places if place not in own]
         if not new:
             return config
         tell(f"others reach us at {' and '.join(new)}: announcing that")

@@ -153,7 +153,8 @@ def ensure_identity(path: Path) -> bool:
         if path.exists():
             _check(path)
             return True
-        _create(path)
+        key = Ed25519PrivateKey.generate()
+        atomic_file.write(path, KEY_HEADER + key.private_bytes_raw() + key.public_key().public_bytes_raw())
         return False
     except OSError as error:
         raise storage_error(
@@ -180,9 +181,3 @@ def _check(path: Path) -> None:
             why=f"{path} holds {len(key)} bytes that are no libp2p private key",
             hint="restore it from a backup, or delete it to become a new peer",
         )
-
-
-def _create(path: Path) -> None:
-    key = Ed25519PrivateKey.generate()
-    content = KEY_HEADER + key.private_bytes_raw() + key.public_key().public_bytes_raw()
-    atomic_file.write(path, content)

@@ -295,7 +295,11 @@ class Assignment:
             self._state = PeerState.TRAINING if isinstance(ending, RunOver) else PeerState.LEAVING
             replica.admission.close()
             if isinstance(ending, MoveTo | RetrySnapshot):
-                await self._depart(ending.stage if isinstance(ending, RetrySnapshot) else ending.move.target)
+                # Claim our place at another stage, or anew at ours, and serve this one no more.
+                self._reporter.record(events.StateChanged(state=PeerState.LEAVING))
+                target = ending.stage if isinstance(ending, RetrySnapshot) else ending.move.target
+                await self.migration.take_place(target, replica.worker.device_s)
+                await self._server.stop()
             await self._drain(steps)
             for task in (done, deserted, asked, steps):
                 task.cancel()
@@ -307,12 +311,6 @@ class Assignment:
             await replica.rounds.leave()
             gossip.cancel()
         return ending
-
-    async def _depart(self, stage: int) -> None:
-        """Claim our place at another stage, or anew at ours, and serve this one no more."""
-        self._reporter.record(events.StateChanged(state=PeerState.LEAVING))
-        await self.migration.take_place(stage, self.replica.worker.device_s)
-        await self._server.stop()
 
     async def _drain(self, steps: asyncio.Task[None]) -> None:
         """Wait until the step loop ends, as it does once nothing is in flight; a complete window is still used."""

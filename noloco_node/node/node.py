@@ -94,7 +94,13 @@ class Node:
         )
         self._services = NodeServices(
             work=StageWork(run, network.peer_id, membership, host.open_text, reporter),
-            writer=CheckpointWriter(host.save, reporter.say, context.warn, options.save_every_s, self._note_disk),
+            writer=CheckpointWriter(
+                host.save,
+                reporter.say,
+                context.warn,
+                options.save_every_s,
+                lambda text, over: reporter.record(events.Noticed(what=events.DISK, text=text, over=over)),
+            ),
             health=HealthMonitor(membership, reporter, host.unix_time, host.asleep_s, self._forgive),
             shut_out=bans.shut_out,
         )
@@ -110,9 +116,6 @@ class Node:
         self._unfit: set[int] = set()
         self._failed: dict[int, FailedSnapshots] = {}
         """Snapshots that proved worthless, by stage."""
-
-    def _note_disk(self, text: str, over: bool) -> None:
-        self._context.reporter.record(events.Noticed(what=events.DISK, text=text, over=over))
 
     @property
     def replica(self) -> Replica | None:

@@ -83,7 +83,9 @@ class RosterObserver:
             budget_tokens=self._tokens(run.budget_samples),
             tokens_per_s=self._tokens_per_s(roster, samples, at),
             held_out=self._held_out,
-            trouble=_age(roster),
+            trouble=None
+            if roster.old_since_s is None
+            else f"no news of anybody for {roster.read_at - roster.old_since_s:.0f} s: what is shown is old",
         )
         self._lines.take(records)
         other_sources = {source.peer: source for source in roster.other_sources}
@@ -286,9 +288,3 @@ def _change(before: PeerRecord | None, now: PeerRecord) -> str | None:
     if before.state is not now.state:
         return f"is {now.state} at stage {now.stage} now"
     return None
-
-
-def _age(roster: Roster) -> str | None:
-    if roster.old_since_s is None:
-        return None
-    return f"no news of anybody for {roster.read_at - roster.old_since_s:.0f} s: what is shown is old"

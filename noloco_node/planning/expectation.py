@@ -103,7 +103,8 @@ def describe_expectation(planned: Planned, machines: throughput.Machines) -> lis
         largest = max(round_bytes(run.outer, tuple(shapes.values())) for shapes in layout.shapes)
         said.append(
             f"A round: {format_bytes(largest)} each way, due every {mean_steps_per_round(run.outer):.0f} inner steps; "
-            f"with {throughput.share_of_rounds(run):.0%} of the line it comes every {found.steps_per_round} at the soonest."
+            f"with {throughput.share_of_rounds(run):.0%} of the line it comes every {found.steps_per_round} at the "
+            "soonest."
         )
         if found.steps_per_round * LEAST_ROUNDS > run.inner.steps:
             said.append(

@@ -74,9 +74,7 @@ def machines_of(text: str) -> str | None:
 def numbers_of(preset: str) -> Preset:
     if preset not in _PRESETS:
         raise usage_error(
-            f"There is no preset {preset!r}.",
-            why="a preset is the size of a model",
-            hint=f"one of {', '.join(PRESETS)}",
+            f"There is no preset {preset!r}.", "a preset is the size of a model", f"one of {', '.join(PRESETS)}"
         )
     return _PRESETS[preset]
 
@@ -91,9 +89,7 @@ def check_free(path: Path, hint: str = "another path, or --force") -> None:
     """Raise `UserError` if a file is where one of a run is to be written."""
     if path.exists():
         raise usage_error(
-            f"{path} is there already.",
-            why="it may be all that is left of a run, so it is not overwritten unasked",
-            hint=hint,
+            f"{path} is there already.", "it may be all that is left of a run, so it is not overwritten unasked", hint
         )
 
 

@@ -115,9 +115,7 @@ def _lock(aside: Path, directory: Path) -> int:
         except BlockingIOError:
             os.close(lock)
             raise usage_error(
-                f"Another process is writing {directory}.",
-                why=f"it holds {aside}",
-                hint="wait for it, or choose another path",
+                f"Another process is writing {directory}.", f"it holds {aside}", "wait for it, or choose another path"
             ) from None
         if _is_held(lock, aside):
             return lock

@@ -164,17 +164,12 @@ def counters_of(path: Path) -> Counters:
     return _about(path, Counters)
 
 
-def evaluated_counters_of(path: Path) -> EvaluatedCounters:
-    """Read the counters of weights that were evaluated; raise ValueError or `OSError`."""
-    return _about(path, EvaluatedCounters)
-
-
 def evaluated_in(directory: Path) -> dict[Path, EvaluatedCounters]:
     """Return the files of weights that were evaluated, with their counters; pass over what cannot be read."""
     found = {}
     for path in files(directory):
         with suppress(OSError, ValueError):
-            found[path] = evaluated_counters_of(path)
+            found[path] = _about(path, EvaluatedCounters)
     return found
 
 
