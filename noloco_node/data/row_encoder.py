@@ -26,7 +26,7 @@ from pipeline.activation_codec import first, given, ids_of, learnt
 
 _SAYS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 KEPT_TOKENS = 2**21
-"""Tokens of rows that are kept: few rows are read again and again, for the first shuffled chunk already."""
+"""Tokens of rows that are kept: few rows are read again and again."""
 Span = tuple[int, int]
 
 
