@@ -34,8 +34,7 @@ from pipeline.messages import Reason, Refused
 MOST_IN_FLIGHT = 64
 """Microbatches that wait for their gradient at once, however long a window is: each takes memory, and so many fill any
 way down a pipeline and back."""
-UNKNOWN_PACE_S = 0.25
-"""Seconds a microbatch to assume before one has been measured."""
+UNKNOWN_PACE_S = 0.25  # seconds a microbatch to assume before one has been measured
 LONGEST_RETRY_S = 30.0
 
 

@@ -51,10 +51,8 @@ T = TypeVar("T")
 Masters = Mapping[str, nn.Parameter]
 LOGITS = 2**24
 """The loss of a microbatch with more logits is computed in chunks, each in the memory that so many take at once."""
-LOGIT_BYTES = 16
-"""What a logit takes where the loss is computed at once: itself, its softmax and the gradients of both."""
-_PIECE = 2**22
-"""Logits of a chunk that are float32 at a time."""
+LOGIT_BYTES = 16  # what a logit takes where the loss is computed at once: itself, its softmax and the gradients of both
+_PIECE = 2**22  # logits of a chunk that are float32 at a time
 CALM_WINDOWS = 8
 """Memory may have been short because of another program for a while, and a shortage costs a window at most."""
 

@@ -94,10 +94,8 @@ class Microbatch:
         return self.learnt / self.hidden.shape[:2].numel()
 
 
-UNLEARNT = -1
-"""Stands for a target without a loss."""
-FIRST = 2**30
-"""More than any id; the sum of both fits 32 bits."""
+UNLEARNT = -1  # stands for a target without a loss
+FIRST = 2**30  # more than any id; the sum of both fits 32 bits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,8 +136,7 @@ Reply = Gradient | Refused
 EvaluationReply = SequenceLosses | Refused
 
 
-BLOCK = 32
-"""Values of one token that share a scale: a quarter of a bit a value, and what a loud channel can spoil."""
+BLOCK = 32  # values of one token that share a scale: a quarter of a bit a value, and what a loud channel can spoil
 TOP_BYTES = 2
 _PLAIN = {32: "float32", 16: "bfloat16"}
 

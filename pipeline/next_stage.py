@@ -34,25 +34,19 @@ from pipeline.routing import Bag, Hop, HopTotals, Standing, next_hop
 
 T = TypeVar("T")
 
-LATE = 3.0
-"""Times the usual reply: a call of a replica on trial is late then."""
+LATE = 3.0  # times the usual reply: a call of a replica on trial is late then
 SHORTEST_REST_S = 0.1
 LONGEST_REST_S = 30.0
-LEAVING_REST_S = 10.0
-"""For this long a replica that leaves is not asked again: rosters take about as long to notice."""
+LEAVING_REST_S = 10.0  # for this long a replica that leaves is not asked again: rosters take about as long to notice
 NO_ROUTE_REST_S = 2.0
 FIRST_BACKOFF_S = 0.5
 SHORTEST_SLEEP_S = 0.001
 BUSY = (Reason.FULL, Reason.GOSSIPING)
-POLL_S = 0.25
-"""How often an empty roster is looked at again."""
-PATIENCE_S = 60.0
-"""How long to wait for a replica to appear at all."""
-ATTEMPTS = 4
-"""Calls that one microbatch may lose."""
+POLL_S = 0.25  # how often an empty roster is looked at again
+PATIENCE_S = 60.0  # how long to wait for a replica to appear at all
+ATTEMPTS = 4  # calls that one microbatch may lose
 LARGEST_LOSS = 1e30
-EARLY_SHARE = 0.1
-"""An "expired" with a larger share of the budget left is untrue: clocks that run apart explain less."""
+EARLY_SHARE = 0.1  # an "expired" with a larger share of the budget left is untrue: clocks that run apart explain less
 
 
 class Expired(Exception):

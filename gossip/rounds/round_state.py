@@ -21,14 +21,10 @@ from gossip.rounds.outer_optimiser import Snapshot, Step
 from gossip.rule.outer_step import DISOWNED, Tensors, WeightAge, staleness
 from gossip.settings import OuterConfig
 
-POLL_S = 1.0
-"""How often the last round looks whether anybody is left."""
-LATE_AT_MOST = 4
-"""Exchanges in a row that ran out of time, each of which doubles the time of the next."""
-VAIN_AT_MOST = 3
-"""Meetings without a step of ours that one partner may have in a round; more are no accident."""
-MOST_MET = 256
-"""Partners that are remembered to have been met."""
+POLL_S = 1.0  # how often the last round looks whether anybody is left
+LATE_AT_MOST = 4  # exchanges in a row that ran out of time, each of which doubles the time of the next
+VAIN_AT_MOST = 3  # meetings without a step of ours that one partner may have in a round; more are no accident
+MOST_MET = 256  # partners that are remembered to have been met
 COUNTED = (
     *("met", "solo", "skipped", "lost", "implausible", "clipped", "retaken"),
     *("adopted", "too_stale", "sent_ahead", "spared"),

@@ -37,10 +37,8 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.tasks import loop_s
 from noloco_node.units import format_duration
 
-MOST_SHOWN = 8192
-"""Tickets of peers that train, which are remembered."""
-MOST_LOOKERS = 1024
-"""Tickets of peers that only look: in a table of their own, so that they push no member out."""
+MOST_SHOWN = 8192  # tickets of peers that train, which are remembered
+MOST_LOOKERS = 1024  # tickets of peers that only look: in a table of their own, so that they push no member out
 MOST_TRIED = 8
 """Tickets that a peer may show in calls in a minute and that are new to us: we verify up to four signatures of each."""
 LISTED = "listed"
@@ -54,10 +52,8 @@ RENEW_S = 7 * 86400.0
 delegate signs end with its own."""
 MOST_PAUSE_S, LEAST_PAUSE_S = 3600.0, 30.0
 """Between two looks at how long ours still lives, or two requests for another: a quarter of what is left of it."""
-SILENCE_S = 10.0
-"""No signing peer is asked again for so long after none has answered."""
-SAID_AGAIN = 0.5
-"""A warning is repeated when only this share is left of the time that the last one named."""
+SILENCE_S = 10.0  # no signing peer is asked again for so long after none has answered
+SAID_AGAIN = 0.5  # a warning is repeated when only this share is left of the time that the last one named
 
 
 class AdmissionState:

@@ -89,11 +89,9 @@ MOST_GRANTS = 4
 TICKET_BYTES = 512
 SIGNATURE_BYTES = 64
 LATEST_UNIX_S = 2**40
-LOOK_S = 3600
-"""A temporary identity may look for so long."""
+LOOK_S = 3600  # a temporary identity may look for so long
 MOST_REVOKED = 128
-LIST_BYTES = 7 * 1024
-"""A record of the DHT holds a list of revocations."""
+LIST_BYTES = 7 * 1024  # a record of the DHT holds a list of revocations
 _CREDENTIAL_CHARACTERS = 2 * TICKET_BYTES
 _GRANT_PURPOSE = b"noloco grant 1\x00"
 _LIST_PURPOSE = b"noloco revocations 1\x00"

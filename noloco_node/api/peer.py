@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
     from noloco_node.cli.join import PrepareMachine
 
-STAYS_S = 10.0**9
-"""A peer serves its weights until it is asked to leave."""
+STAYS_S = 10.0**9  # a peer serves its weights until it is asked to leave
 
 
 class PeerOptions(TypedDict, total=False):

@@ -38,10 +38,8 @@ if TYPE_CHECKING:
 
 DRAW_EVERY_S = 1.0
 PLAY_EVERY_S = 0.1
-PLAIN_MOMENTS = 40
-"""Views of a recording that is printed as lines."""
-MOST_SOURCES_SHOWN = 64
-"""The most sources in the table."""
+PLAIN_MOMENTS = 40  # views of a recording that is printed as lines
+MOST_SOURCES_SHOWN = 64  # the most sources in the table
 
 
 def status(

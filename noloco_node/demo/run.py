@@ -46,12 +46,9 @@ from noloco_node.web.places import PagePlace
 from noloco_node.web.server import Page, page_served
 
 MOST_PEERS = 64
-PEER_BYTES = 2**29
-"""Memory of a peer and its daemon, about."""
-MANY, FEW = 3, 2
-"""Replicas of a stage; only of three can one see that two drift apart while they meet others."""
-SLOWDOWN = 4.0
-"""Of the slow replica of a heterogeneous demo."""
+PEER_BYTES = 2**29  # memory of a peer and its daemon, about
+MANY, FEW = 3, 2  # replicas of a stage; only of three can one see that two drift apart while they meet others
+SLOWDOWN = 4.0  # of the slow replica of a heterogeneous demo
 MARK = "demo.json"
 NUMBERS = 1000
 
@@ -169,8 +166,7 @@ def _names(path: Path) -> set[str]:
 
 
 SHOW_EVERY_S = 0.25
-LATE_S = 60.0
-"""The other stages have so long to finish after the last source."""
+LATE_S = 60.0  # the other stages have so long to finish after the last source
 NEXT = (
     "The same on two machines, with your own text (docs/tutorial.md tells each step):",
     "  first    noloco-node init --preset tiny",

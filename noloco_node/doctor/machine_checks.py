@@ -27,13 +27,10 @@ from noloco_node.terminal import say
 from noloco_node.units import format_bytes
 
 ENOUGH_FILES, FEW_FILES = 1024, 256
-CHECKPOINT_SETS = 5
-"""Slow and fast weights, outer momentum and the optimiser's two moments."""
+CHECKPOINT_SETS = 5  # slow and fast weights, outer momentum and the optimiser's two moments
 LITTLE_DISK_BYTES = 2 * 10**9
-NO_DISK_BYTES = 10**6
-"""With less not even an identity and a run file fit: no home can be made."""
-DISK_ROOM = 1.2
-"""Of what checkpoints need, so much of the disk should be free: the journal and snapshots take some too."""
+NO_DISK_BYTES = 10**6  # with less not even an identity and a run file fit: no home can be made
+DISK_ROOM = 1.2  # of what checkpoints need, so much of the disk should be free: the journal and snapshots take some too
 
 
 class Grade(StrEnum):

@@ -42,11 +42,9 @@ from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.tasks import loop_s
 
-EVALUATION = "evaluation"
-"""The name under which the journal has an evaluation that is left out (`events.Noticed`)."""
+EVALUATION = "evaluation"  # the name under which the journal has an evaluation that is left out (`events.Noticed`)
 SAMPLING = Sampling(tokens=64)
-AT_THE_END = -1
-"""Stands for the number of the last evaluation where its peer is chosen: peers end in different rounds."""
+AT_THE_END = -1  # stands for the number of the last evaluation where its peer is chosen: peers end in different rounds
 EVALUATORS = 4
 """Peers that make an evaluation, on average, where no peer knows all sources; with none of them it is left out."""
 LONGEST_END_S = 300.0

@@ -27,10 +27,8 @@ from noloco_node.units import format_bytes
 from pipeline.adapters import frozen_weights
 from pipeline.partition import empty_slice
 
-WORTH = 0.9
-"""Share of the checkpoint's bytes up to which its owner keeps a second copy of the model."""
-FILE_BYTES = 4 * 2**30
-"""A file that has so much takes no further tensor."""
+WORTH = 0.9  # share of the checkpoint's bytes up to which its owner keeps a second copy of the model
+FILE_BYTES = 4 * 2**30  # a file that has so much takes no further tensor
 
 
 def with_frozen_files(text: str, origin: Path, out: Path, *, overwrite: bool) -> str:

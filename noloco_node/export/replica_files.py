@@ -32,8 +32,7 @@ from noloco_node.terminal import say
 from pipeline.hardware.split_weights import values_of
 
 LOOKS = 3  # at a directory of which all files that were listed have been rotated away
-SNAPSHOT = "snapshot-"
-"""In the name of the file of a snapshot."""
+SNAPSHOT = "snapshot-"  # in the name of the file of a snapshot
 
 Shapes = Mapping[str, tuple[int, ...]]
 

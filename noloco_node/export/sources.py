@@ -23,8 +23,7 @@ from noloco_node.swarm import invite as invites
 from noloco_node.swarm.run_distribution import RunFileText
 
 NOTES = "noloco.json"
-ADAPTER_CONFIG = "adapter_config.json"
-"""PEFT's name of the file that makes a directory an adapter's."""
+ADAPTER_CONFIG = "adapter_config.json"  # PEFT's name of the file that makes a directory an adapter's
 
 
 def check_export(out: Path, invite: str | None, homes: Sequence[Path], *, best: bool = False) -> None:

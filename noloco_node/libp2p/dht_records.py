@@ -45,8 +45,7 @@ from noloco_node.libp2p.record_holders import SEARCHED, SILENT_S, Holders, Versi
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret
 from noloco_node.tasks import loop_s
 
-_ANSWER_S = 5.0
-"""A node of the DHT has so long to answer one question."""
+_ANSWER_S = 5.0  # a node of the DHT has so long to answer one question
 _MOST_PLACES = 4096
 _CLOSE_S = 2.0
 CHECKS_AT_ONCE, CHECK_REFILL_S = 512, 0.1

@@ -36,12 +36,10 @@ from noloco_node.admission.ticket import Right
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.node_search import NodeSearch
 
-_LOADING = threading.Lock()
-"""A program may start two peers, each in a thread of its own."""
+_LOADING = threading.Lock()  # a program may start two peers, each in a thread of its own
 _MOST_GHOSTS = 64
 _MOST_REFUSED = 1024
-_SILENT_S = 15.0
-"""A peer that did not answer is left out for so long."""
+_SILENT_S = 15.0  # a peer that did not answer is left out for so long
 _BUCKET = 8
 """Neighbours in a bucket of the routing table, and in an answer. hivemind's 20 make each answer 0.6 kB longer."""
 

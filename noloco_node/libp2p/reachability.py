@@ -41,13 +41,10 @@ TOPIC = "reach"
 _GREETING = b"/multistream/"
 _GREETING_BYTES = 20
 _DIAL_S = 4.0
-_LOOK_S = 6.0
-"""The DHT has so long to tell of relays."""
-ASK_S = 12.0
-"""A peer has so long to answer, its attempts included."""
+_LOOK_S = 6.0  # the DHT has so long to tell of relays
+ASK_S = 12.0  # a peer has so long to answer, its attempts included
 _MOST_PORTS = 2
-_MOST_DIALS = 8
-"""Attempts at the same time, on behalf of all askers."""
+_MOST_DIALS = 8  # attempts at the same time, on behalf of all askers
 
 
 _FIND_S = 4.0

@@ -51,8 +51,7 @@ from noloco_node.libp2p.settings import NetworkSettings, ensure_identity
 logger = logging.getLogger(__name__)
 
 HOP = "/libp2p/circuit/relay/0.2.0/hop"
-_RESERVE = b"\x02\x08\x00"
-"""A message of two bytes: field 1, the kind, is 0."""
+_RESERVE = b"\x02\x08\x00"  # a message of two bytes: field 1, the kind, is 0
 _LIMIT, _STATUS, _OK = 4, 5, 100
 _DURATION, _DATA = 1, 2
 _LIFETIME_S = 300.0

@@ -28,8 +28,7 @@ from noloco_node.network.timeouts import PeerLiveness, TimeoutBounds
 from noloco_node.network.wire import WIRE_VERSION
 from noloco_node.storage import atomic_file
 
-EVERYWHERE = ("/ip4/0.0.0.0/tcp/0",)
-"""A free TCP port on all interfaces."""
+EVERYWHERE = ("/ip4/0.0.0.0/tcp/0",)  # a free TCP port on all interfaces
 
 
 PROOF_BYTES = 32

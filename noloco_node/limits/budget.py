@@ -33,16 +33,13 @@ from noloco_node.errors import UserError, os_errors_as, storage_error, usage_err
 from noloco_node.storage import atomic_file
 from noloco_node.units import parse_bytes, parse_rate
 
-LEAST_RATE = 16_000.0
-"""128 kbit/s: with less, records, offers and beats would take most of the budget."""
+LEAST_RATE = 16_000.0  # 128 kbit/s: with less, records, offers and beats would take most of the budget
 BURST_S = 1.0
 LEAST_BURST_BYTES = 64 * 1024
 SLICE_S = 0.05
 LARGEST_SLICE_BYTES = 64 * 1024
-SMALL_BYTES = 16 * 1024
-"""Messages up to this size come first."""
-SPENT_AT = 0.99
-"""Share of the monthly cap at which a node goes: leaving takes some bytes as well."""
+SMALL_BYTES = 16 * 1024  # messages up to this size come first
+SPENT_AT = 0.99  # share of the monthly cap at which a node goes: leaving takes some bytes as well
 
 _TIME = "([0-9]{1,2})(?::([0-9]{2}))?"
 _HOURS = re.compile(rf"\s*{_TIME}\s*-\s*{_TIME}\s*")

@@ -26,8 +26,7 @@ from noloco_node.network.interface import Conversation, NetworkHook, Pace
 from noloco_node.tasks import loop_s
 from noloco_node.units import format_bytes, format_rate
 
-MEMORY_S = 30.0
-"""Over about how long the rate in use is a mean."""
+MEMORY_S = 30.0  # over about how long the rate in use is a mean
 
 
 class _Wanted:

@@ -27,8 +27,7 @@ from noloco_node.network.interface import NetworkHook
 from noloco_node.tasks import loop_s
 
 MEAN_WEIGHT, DEVIATION_WEIGHT, DEVIATIONS = 1 / 8, 1 / 4, 4.0
-MOST_PEERS = 1024
-"""We remember the times of so many peers; beyond them we forget the one that we heard of longest ago."""
+MOST_PEERS = 1024  # we remember the times of so many peers; beyond them we forget the one that we heard of longest ago
 GROWTH = 1.5
 MOST_GROWTHS = 12
 
@@ -49,8 +48,7 @@ class TimeoutBounds(NamedTuple):
 
 
 DIALS = TimeoutBounds(least_s=2.0, most_s=60.0, unknown_s=10.0)
-ANSWERS = TimeoutBounds(least_s=4.0, most_s=120.0, unknown_s=12.0)
-"""Of a partner to a proposal, the dial included."""
+ANSWERS = TimeoutBounds(least_s=4.0, most_s=120.0, unknown_s=12.0)  # of a partner to a proposal, the dial included
 
 
 def observed(before: RttEstimate | None, took_s: float) -> RttEstimate:

@@ -39,16 +39,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=msgspec.Struct)
 Buffer: TypeAlias = bytes | memoryview
-WIRE_VERSION = 6
-"""Part of every protocol name and of the run's digest."""
-ERROR_BYTES = 1024
-"""Cap of the sentence in an ERROR frame."""
+WIRE_VERSION = 6  # part of every protocol name and of the run's digest
+ERROR_BYTES = 1024  # cap of the sentence in an ERROR frame
 
 _PREFIX = struct.Struct(">BIQ")
-_PART_BYTES = 16 * 1024
-"""So much of a header gets its memory at once."""
-_FLOATS = frozenset({"float32", "bfloat16", "float16"})
-"""The dtypes that can hold what is not finite."""
+_PART_BYTES = 16 * 1024  # so much of a header gets its memory at once
+_FLOATS = frozenset({"float32", "bfloat16", "float16"})  # the dtypes that can hold what is not finite
 _Announced: TypeAlias = list[tuple[str, tuple[int, ...]]] | None
 """What a header says of one field: dtype and shape of each tensor."""
 

@@ -60,8 +60,7 @@ from pipeline.adamw import magnitudes
 from pipeline.forward_pass import is_shortage
 from pipeline.inner_step import moment_ratio
 
-LOOKS, LOOK_S = 6, 5.0
-"""How often, and at which pauses, a newcomer of a run that was begun looks for peers that return."""
+LOOKS, LOOK_S = 6, 5.0  # how often, and at which pauses, a newcomer of a run that was begun looks for peers that return
 FIRST_ROUNDS = 2
 """Rounds of work that may be done before anybody has finished one: more peers may be there than planned."""
 

@@ -41,25 +41,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", Gradient, SequenceLosses)
 
-RETRY_S = 1.0
-"""Pause before a source tries the same tokens again, where the refusal names none."""
-LONGEST_RETRY_S = 30.0
-"""The longest such pause: by then the next stage may have healed, or has other replicas."""
+RETRY_S = 1.0  # pause before a source tries the same tokens again, where the refusal names none
+LONGEST_RETRY_S = 30.0  # the longest such pause: by then the next stage may have healed, or has other replicas
 REPLIES = TimeoutBounds(least_s=10.0, most_s=math.inf, unknown_s=math.inf)
 """Of a reply to a microbatch, where one stage is below us."""
-MOST_IDLE = 256
-"""Conversations that wait here for another microbatch: half of all that are answered at a time."""
-IDLE_S = 60.0
-"""A conversation that was not used for so long is ended: its beats cost more than opening another."""
-MOST_POOLED = 128
-"""With all peers; the one that has been idle for longest is ended first."""
+MOST_IDLE = 256  # conversations that wait here for another microbatch: half of all that are answered at a time
+IDLE_S = 60.0  # a conversation that was not used for so long is ended: its beats cost more than opening another
+MOST_POOLED = 128  # with all peers; the one that has been idle for longest is ended first
 FEWEST_AT_ONCE, MOST_AT_ONCE = 3, 8
 """Messages at a time. With too few for its receivers a line is idle while theirs are busy, with too many all are late.
 In simulations of narrow lines two replicas a stage wanted three and eight replicas nine; with three, these carried an
 eighth less, and with sixty-four, a thirtieth (docs/results.md)."""
 PATIENCE = 4.0
-LEAST_S = 1.0
-"""A turn lasts at least so long: what a message usually takes may be unknown, or next to nothing."""
+LEAST_S = 1.0  # a turn lasts at least so long: what a message usually takes may be unknown, or next to nothing
 SMOOTHING = 0.1
 
 

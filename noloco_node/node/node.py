@@ -54,10 +54,8 @@ from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.tasks import background, supervised, until_event
 from pipeline.placement import Move
 
-LAST_WORD_S = 5.0
-"""How long a node that has failed tries to tell the others that it leaves."""
-MOST_ADDRESSES = 8
-"""The most addresses in our record, which has little room."""
+LAST_WORD_S = 5.0  # how long a node that has failed tries to tell the others that it leaves
+MOST_ADDRESSES = 8  # the most addresses in our record, which has little room
 
 
 class Node:

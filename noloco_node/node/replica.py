@@ -52,12 +52,9 @@ from pipeline.worker import Worker
 if TYPE_CHECKING:
     from torch import Tensor
 
-DRAIN_S = 30.0
-"""How long the blocking form of a round waits for what is in flight."""
-HEARING_S = 30.0
-"""Bounds a proposal and its answer in a meeting; the timeout of an answer adapts to earlier answers."""
-IDLE_S = 5.0
-"""Shorter waits are not reported."""
+DRAIN_S = 30.0  # how long the blocking form of a round waits for what is in flight
+HEARING_S = 30.0  # bounds a proposal and its answer in a meeting; the timeout of an answer adapts to earlier answers
+IDLE_S = 5.0  # shorter waits are not reported
 CAUSES = {Wanted.REPLICA: WaitCause.REPLICA, Wanted.ROOM: WaitCause.ROOM, Wanted.ANSWER: WaitCause.ANSWER}
 
 

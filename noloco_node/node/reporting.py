@@ -19,8 +19,7 @@ from noloco_node.tasks import loop_s
 LINE_EVERY_S = 10.0
 RECEIPTS_EVERY_S = 60.0
 SPEED_EVERY_S = 30.0
-MOST_SOURCES = 16
-"""The most sources whose receipts a node journals."""
+MOST_SOURCES = 16  # the most sources whose receipts a node journals
 
 
 class ProgressReporter:

@@ -24,8 +24,7 @@ from noloco_node.run.peer_state import Wait, WaitCause
 from noloco_node.swarm.shards import StageSize
 
 NEARLY_FULL, HALF_FULL = 0.75, 0.5
-ALIKE = 0.85
-"""Stages whose devices are at least so busy, measured by the busiest, count as equally busy."""
+ALIKE = 0.85  # stages whose devices are at least so busy, measured by the busiest, count as equally busy
 STANDS_OUT = 1.5
 
 

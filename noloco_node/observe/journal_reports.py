@@ -26,8 +26,7 @@ from noloco_node.storage import atomic_file
 from noloco_node.storage.home import HomePaths
 from noloco_node.units import format_bytes, format_count, format_duration, format_energy
 
-LARGEST_INTEGER = 2**63 - 1
-"""Of a column of whole numbers in Parquet."""
+LARGEST_INTEGER = 2**63 - 1  # of a column of whole numbers in Parquet
 FIRST = ("peer_name", "at", "event")
 
 

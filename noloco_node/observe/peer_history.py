@@ -21,10 +21,8 @@ from noloco_node.observe.swarm_view import Thinned
 from noloco_node.run.peer_state import PeerState, Wait
 from noloco_node.swarm.roster import Given
 
-LONGEST_PAUSE_S = 120.0
-"""Between two lines of a journal whose node was there all the time: it writes more often."""
-RECENT = 8
-"""Inner steps that the present speed is measured over."""
+LONGEST_PAUSE_S = 120.0  # between two lines of a journal whose node was there all the time: it writes more often
+RECENT = 8  # inner steps that the present speed is measured over
 
 
 class Contribution(msgspec.Struct, kw_only=True):

@@ -38,8 +38,7 @@ LEAST_SPAN_S, SPAN_S = 20.0, 60.0
 """For which the run's tokens are watched before their growth is believed, and over which it is measured."""
 MOST_TOLD = 32
 MOST_EVALUATED = 4096
-ROUTE_S = 60.0
-"""For which a route that nobody tells of any more is shown."""
+ROUTE_S = 60.0  # for which a route that nobody tells of any more is shown
 MOST_PER_MINUTE = 2**20
 NOTHING = Given(0, 0, 0, 0)
 SILENT = "no news of it: it may be dead"

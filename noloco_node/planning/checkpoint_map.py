@@ -29,8 +29,7 @@ from pipeline.model_config import Prepared
 from pipeline.partition import skeleton
 from pipeline.stage import Stage
 
-Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
-"""Name and shape of parameters."""
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]  # name and shape of parameters
 
 
 class _Origin(NamedTuple):

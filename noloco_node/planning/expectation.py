@@ -22,10 +22,8 @@ from noloco_node.units import format_bytes, format_count, format_duration, forma
 from pipeline.admission_window import MOST_IN_FLIGHT
 
 TOKENS_A_PARAMETER = 20
-EVALUATIONS = 100
-"""Of a run on held-out text."""
-IDLE = 0.5
-"""Less of their time at work than this, and a plan leaves devices idle."""
+EVALUATIONS = 100  # of a run on held-out text
+IDLE = 0.5  # less of their time at work than this, and a plan leaves devices idle
 
 
 def planned_values(run: RunConfig) -> dict[str, dict[str, object]]:
@@ -167,8 +165,7 @@ def _alone(planned: Planned, machines: throughput.Machines) -> list[str]:
     return [said]
 
 
-_FORMS = {"float32": "float32", "int8": "8-bit codes"}
-"""What the forms of a stage's state are called."""
+_FORMS = {"float32": "float32", "int8": "8-bit codes"}  # what the forms of a stage's state are called
 
 
 def _other_form(planned: Planned, machines: throughput.Machines) -> str:

@@ -33,8 +33,7 @@ LEAST_STEPS = 400
 has hardly warmed up, and a batch is wasted on each."""
 LEAST_ROUNDS = 20
 """That a replica opens. Each doubles the replicas that know of a step at best, so twenty mix the largest swarm."""
-_DEEP, _IDLE = 4, 0.7
-"""More stages than this, and less of their time at work, are cause for a warning."""
+_DEEP, _IDLE = 4, 0.7  # more stages than this, and less of their time at work, are cause for a warning
 _SPARE = 1.1
 """Times a planned graph, what room is made for: a measured one may be larger, and other programs take memory."""
 

@@ -22,8 +22,7 @@ from noloco_node.errors import UserError, config_error
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-REQUIRED = object()
-"""Stands for the default of a field that has none."""
+REQUIRED = object()  # stands for the default of a field that has none
 
 
 class Field(NamedTuple):

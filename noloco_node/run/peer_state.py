@@ -21,11 +21,9 @@ class PeerState(StrEnum):
     LEAVING = "leaving"
 
 
-AT_WORK = (PeerState.TRAINING, PeerState.FINISHED)
-"""States in which a replica holds weights of the run."""
+AT_WORK = (PeerState.TRAINING, PeerState.FINISHED)  # states in which a replica holds weights of the run
 
-LONGEST_DETAIL = 200
-"""Letters of a wait's detail."""
+LONGEST_DETAIL = 200  # letters of a wait's detail
 
 
 class WaitCause(StrEnum):

@@ -20,8 +20,7 @@ import msgspec
 from noloco_node.errors import os_errors_as, storage_error, usage_error
 from noloco_node.storage import atomic_file
 
-Preset: TypeAlias = dict[str, Any]
-"""The values of a preset (`presets.toml`), by field."""
+Preset: TypeAlias = dict[str, Any]  # the values of a preset (`presets.toml`), by field
 
 
 def _packaged(name: str) -> str:

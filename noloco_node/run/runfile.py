@@ -26,8 +26,7 @@ from noloco_node.run.config import RunConfig
 from noloco_node.run.fields import converted, fields_of, is_section, refuse, short, toml_table
 from noloco_node.run.validation import problems
 
-RUN_TEXT_BYTES = 256 * 1024
-"""Longest run file, in bytes; peers serve each other its text."""
+RUN_TEXT_BYTES = 256 * 1024  # longest run file, in bytes; peers serve each other its text
 
 
 def load_run(path: str | Path) -> RunConfig:

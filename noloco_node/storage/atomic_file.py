@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 SPARE_BYTES = 16 * 2**20  # a file leaves at least so much of a disk free: other files on it grow too
 CHUNK_BYTES = 4 * 2**20
-AT_ONCE = 2**20
-"""Values of a tensor in one chunk: as much is copied at once where the tensor does not lie as written."""
+AT_ONCE = 2**20  # values of a tensor in one chunk: as much is copied at once where the tensor does not lie as written
 LARGEST_HEADER_BYTES = 100 * 2**20  # what the safetensors format allows
 _ABOUT, _SUM = "about", "sha256"
 _BLANK = "0" * 64

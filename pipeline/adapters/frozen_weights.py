@@ -23,11 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 Form = Literal["float32", "bfloat16", "int8", "nf4"]
-PLAIN = ("float32", "bfloat16")
-"""Forms that are no codes."""
+PLAIN = ("float32", "bfloat16")  # forms that are no codes
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "nf4": torch.uint8}
-NF4_BLOCK = 64
-"""Values that share a scale."""
+NF4_BLOCK = 64  # values that share a scale
 # fmt: off
 _QUANTILES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
