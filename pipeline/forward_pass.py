@@ -306,10 +306,8 @@ class StagePasses:
             module.compute_layers_again()
         self._first, self._last, self._device, self._autocast = first, last, device, autocast
         self.codec = ACTIVATION_CODECS[codec]
-        self._masters = dict(self._module.named_parameters())
-        """With the gradients of the window."""
-        self._remainders: dict[nn.Parameter, Tensor] = {}
-        """Of the masters that are split."""
+        self._masters = dict(self._module.named_parameters())  # with the gradients of the window
+        self._remainders: dict[nn.Parameter, Tensor] = {}  # of the masters that are split
         cast = frozenset[str]() if autocast is None else multiplied_weights(module)
         if coded and autocast is torch.bfloat16:
             for name in (name for name in self._masters if name in cast):
@@ -318,15 +316,13 @@ class StagePasses:
                 master.grad_dtype = torch.bfloat16
             cast = frozenset()
         self._set = WeightSet(self._masters, cast, autocast or torch.float32)
-        self._waiting: WeakSet[PendingForward] = WeakSet()
-        """Passes that have had no backward pass and were not dropped."""
+        self._waiting: WeakSet[PendingForward] = WeakSet()  # passes that have had no backward pass and were not dropped
         self._type = DEVICE_TYPES[device.type]
         self._graphs = self._most_graphs = math.inf if graphs is None else graphs
         self._calm_windows = 0
         self._plain: bool | None = None
         self._scale = LossScale(autocast)
-        self._spoiled = False
-        """A backward pass of this window has failed half-way, or overflowed."""
+        self._spoiled = False  # a backward pass of this window has failed half-way, or overflowed
         self._counts: Counter[str] = Counter()
 
     def load_frozen(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -129,10 +129,8 @@ class NextStage:
         self._ways, self._rng = ways, rng
         self._bag = self._evaluation_bag = Bag()
         self._standing = Standing(ways.hops)
-        self._first: asyncio.Future[None] | None = None
-        """Done once any replica has returned a gradient."""
-        self._late: set[asyncio.Task[Reply | None]] = set()
-        """Calls that no microbatch waits for any more."""
+        self._first: asyncio.Future[None] | None = None  # done once any replica has returned a gradient
+        self._late: set[asyncio.Task[Reply | None]] = set()  # calls that no microbatch waits for any more
         self._forgiving_until_s = -math.inf
         self._waits: dict[_Search, Waiting] = {}
         self._empty_since_s: float | None = None

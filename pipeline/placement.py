@@ -299,8 +299,7 @@ def movers(claims: Sequence[StageClaim], work: Sequence[float], seed: int) -> li
     capacity = capacities(claims, work, power)
     target = min(range(len(work)), key=capacity.__getitem__)
     staying = [0] * len(work)
-    variance = [0.0] * len(work)
-    """Of the capacity, where it is estimated from a sample."""
+    variance = [0.0] * len(work)  # of the capacity, where it is estimated from a sample
     for claim in claims:
         if 0 <= claim.stage < len(work):
             variance[claim.stage] += (power[claim.peer] / work[claim.stage]) ** 2 * (1.0 - 1.0 / claim.stands_for)

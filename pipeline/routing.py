@@ -210,12 +210,10 @@ class Standing:
         self._hops = hops
         self.reply_s: dict[str, float] = {}
         """Of each proved replica: the seconds in which its gradients come while none of them waits."""
-        self.usual_s = 0.0
-        """Seconds that a reply usually takes; 0 before the first."""
+        self.usual_s = 0.0  # seconds that a reply usually takes; 0 before the first
         self.totals: dict[str, HopTotals] = {}
         self.suspicions: dict[str, Suspicion] = {}
-        self._refusals: dict[str, float] = {}
-        """When each replica that refused may be asked again (loop seconds)."""
+        self._refusals: dict[str, float] = {}  # when each replica that refused may be asked again (loop seconds)
         self._busy: set[str] = set()
         self._gradients = 0
         self._work: dict[str, tuple[float, int | None]] = {}

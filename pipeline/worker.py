@@ -114,13 +114,11 @@ class Worker:
         self._quota = EvaluationQuota() if quota is None else quota
         self._counts: Counter[str] = Counter()
         self._abandoned = False
-        self._evaluating = 0
-        """Microbatches without a backward pass that are under way from here."""
+        self._evaluating = 0  # microbatches without a backward pass that are under way from here
         self._short_since_s, self._short_in_a_row = 0.0, 0
         self.unfit = asyncio.Event()
         """Set once memory has run out for `UNFIT_S` seconds without a microbatch that succeeded."""
-        self.device_s = 0.0
-        """Device seconds a microbatch, a moving average; 0 until one has succeeded."""
+        self.device_s = 0.0  # device seconds a microbatch, a moving average; 0 until one has succeeded
 
     async def process(self, microbatch: Microbatch, sender: str) -> Reply:
         """Take a microbatch through this stage and all later ones; return its gradient, or why there is none."""

@@ -271,8 +271,7 @@ class RoundSchedule:
         self._opened_at = inner_steps
         self._seconds_per_step: float | None = None
         self.inner_steps = inner_steps
-        self.of_fastest = inner_steps_per_round
-        """Inner steps that the fastest replica takes in a round now."""
+        self.of_fastest = inner_steps_per_round  # inner steps that the fastest replica takes in a round now
         self.round = self.finished = rounds
         self.skipped_in_a_row = 0
         self.healed = 0

@@ -167,8 +167,7 @@ class RoundState:
         self.rng = random.Random(f"{context.seed}|jitter|{me}")
         self.queue = PartnerQueue(self.timeouts, self.rng)
         self.counts: Counter[str] = Counter()
-        self.silence = ""
-        """Why the last partner that did not answer did not."""
+        self.silence = ""  # why the last partner that did not answer did not
         self.pause = asyncio.Lock()
         self.phase: Phase = CLOSED
         self.leaving = False
@@ -180,8 +179,7 @@ class RoundState:
         """The partners of meetings that ended in a step of ours, the latest last."""
         self._vain_meetings: Counter[str] = Counter()
         """By partner, the meetings of this round that ended without a step of ours."""
-        self._late = 0
-        """Recent exchanges that ran out of time, less those that did not."""
+        self._late = 0  # recent exchanges that ran out of time, less those that did not
         self._changed = asyncio.Event()
 
     @property

@@ -74,8 +74,7 @@ class AdmissionHook(NetworkHook):
         self._welcomes: dict[str, bytes] = {}
         """Which ticket of ours each peer has taken last; another one is shown anew."""
         self._answers = False
-        self._list_told: tuple[bytes, float] = b"", 0.0
-        """The list that we have published last, and when (loop seconds)."""
+        self._list_told: tuple[bytes, float] = b"", 0.0  # the list that we have published last, and when (loop seconds)
         self._expired_since_s: float | None = None
 
     async def enter(self, peers: Sequence[str]) -> None:

@@ -62,17 +62,13 @@ class AdmissionState:
     def __init__(self, run: str, unix_time: Callable[[], float]) -> None:
         self.run, self._unix_time = run, unix_time
         self.revocations: RevocationList | None = None
-        self.raw_revocations = b""
-        """The list as it travels."""
-        self.own: HeldTicket | None = None
-        """The ticket that we hold ourselves; None before we have one."""
+        self.raw_revocations = b""  # the list as it travels
+        self.own: HeldTicket | None = None  # the ticket that we hold ourselves; None before we have one
         self._owner: bytes | None = None
         self._rule = ""
-        self._shown: dict[str, tuple[bytes, TicketFacts]] = {}
-        """The peer that has shown its ticket last comes last."""
+        self._shown: dict[str, tuple[bytes, TicketFacts]] = {}  # the peer that has shown its ticket last comes last
         self._lookers: dict[str, tuple[bytes, TicketFacts]] = {}
-        self._holders: dict[bytes, str] = {}
-        """The peer that showed each single-use invite first."""
+        self._holders: dict[bytes, str] = {}  # the peer that showed each single-use invite first
         self._minute, self._tried = 0, Counter[str]()
         """The minute of the clock, and how many tickets each peer has shown in it that we did not know."""
 
@@ -266,10 +262,8 @@ class HeldTicket:
     ) -> None:
         self._unix_time, self._own, self._ask, self._keep = unix_time, own, ask, keep
         self._turn = asyncio.Lock()
-        self._refused: set[bytes] = set()
-        """Tickets that were refused since we last renewed ours."""
-        self._silent_s = float("-inf")
-        """When a request was answered by nobody (loop seconds)."""
+        self._refused: set[bytes] = set()  # tickets that were refused since we last renewed ours
+        self._silent_s = float("-inf")  # when a request was answered by nobody (loop seconds)
         self.raw = b""
 
     @classmethod

@@ -91,11 +91,9 @@ class NodeThread(LoopThread[None]):
         prepare: PrepareMachine | None = None,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        self.state: PeerState | None = None
-        """The state that the node announces; None until it has found the run."""
+        self.state: PeerState | None = None  # the state that the node announces; None until it has found the run
         self.run_is_over = False
-        self.has_finished = threading.Event()
-        """Set once the run is over, or the node has ended."""
+        self.has_finished = threading.Event()  # set once the run is over, or the node has ended
         self._departure: Departure | None = None
         self._changed, self._leaves = changed, False
 

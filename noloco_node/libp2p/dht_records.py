@@ -68,8 +68,7 @@ class DhtRecords:
         self._salt = os.urandom(16)
         self._checks = Quota(CHECKS_AT_ONCE, CHECK_REFILL_S)
         self._expiry: dict[tuple[str, str], float] = {}
-        self.unpublished = 0
-        """Records that the DHT did not take."""
+        self.unpublished = 0  # records that the DHT did not take
 
     @property
     def neighbours(self) -> int:

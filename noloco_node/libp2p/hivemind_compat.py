@@ -154,12 +154,10 @@ class DhtNode:
 
     def __init__(self, node: Any, id_of: Callable[[PeerId], Any], admission: AdmissionState | None = None) -> None:
         self._node, self._id_of, self._admission = node, id_of, admission
-        self.storage: LocalStorage = node.protocol.storage
-        """What we keep for others."""
+        self.storage: LocalStorage = node.protocol.storage  # what we keep for others
         self._refused: dict[PeerId, None] = {}
         """Peers whose nodes have said another id than theirs; the one refused last comes last."""
-        self._is_known = False
-        """Whether we have asked the nodes near our place, which take note of those that ask."""
+        self._is_known = False  # whether we have asked the nodes near our place, which take note of those that ask
 
     @classmethod
     async def create(

@@ -209,8 +209,7 @@ class BoundedStorage:
 
     def __init__(self, storage: LocalStorage) -> None:
         self._storage, self._store = storage, storage.store_subkey
-        self._sizes: dict[Any, int] = {}
-        """By key, in bytes."""
+        self._sizes: dict[Any, int] = {}  # by key, in bytes
 
     def store(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
         """Store a record if there is room for it; says whether it was stored, as hivemind's `store_subkey` does."""

@@ -55,8 +55,7 @@ class Holders:
     """What we know of one place: the nodes near it, and the records that were there."""
 
     def __init__(self) -> None:
-        self.known: dict[str, _Known] = {}
-        """The records that the last reading found, by subkey."""
+        self.known: dict[str, _Known] = {}  # the records that the last reading found, by subkey
         self._nearest: tuple[PeerId, ...] = ()
         self._doubted_until_s: dict[PeerId, float] = {}
         self._took: dict[PeerId, float] = {}
@@ -64,8 +63,7 @@ class Holders:
         self._searched_s, self._neighbours = float("-inf"), 0
         self._used_s, self._pause_s = 0.0, 0.0
         """When we last read or wrote here (loop seconds), and how long after the time before."""
-        self._in_doubt = False
-        """Whether a node did not answer well since the last search."""
+        self._in_doubt = False  # whether a node did not answer well since the last search
         self._readings = self._writings = 0
 
     # Which nodes there are.

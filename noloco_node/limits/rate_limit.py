@@ -53,8 +53,7 @@ class FairLimiter:
         self._large: deque[_Wanted] = deque()
         self._rounds: deque[_Wanted] = deque()
         self.round_share = round_share
-        self._ahead = 0.0
-        """Bytes that rounds have had beyond their share of late."""
+        self._ahead = 0.0  # bytes that rounds have had beyond their share of late
         self._timer: asyncio.TimerHandle | None = None
         self._used_per_s, self._used_at_s = 0.0, now_s
 
@@ -143,8 +142,7 @@ class LimitHook(NetworkHook):
         self.up = FairLimiter(allowance.upload_bytes_per_s)
         self.down = FairLimiter(allowance.download_bytes_per_s)
         self._round_topic: str | None = None
-        self.month_bytes = 0
-        """Bytes of this calendar month, as the ledger has them."""
+        self.month_bytes = 0  # bytes of this calendar month, as the ledger has them
 
     def share_with_rounds(self, kind: str, share: float) -> None:
         """From now on conversations begun about a topic of this kind are rounds', and have this share of the line."""

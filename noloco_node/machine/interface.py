@@ -246,14 +246,12 @@ class Host(ABC):
     def __init__(self) -> None:
         self.needs_bytes: list[int] = []
         """About the memory that each stage takes on the device, as far as measured; [] is unknown."""
-        self.graph_bytes: list[GraphBytes] = []
-        """The graph of one microbatch; by layers it is a part of that memory."""
+        self.graph_bytes: list[GraphBytes] = []  # the graph of one microbatch; by layers it is a part of that memory
         self.passes: list[float] = []
         """Forward passes that a microbatch takes as long as at each stage, with what is computed again; [] is alike."""
         self.passes_alone: list[float] = []
         """The same for a microbatch beside which no other is in flight, whose graph is kept where one is."""
-        self.beside_bytes: list[int] = []
-        """Main memory that each stage takes beside a GPU; [] is none, or unknown."""
+        self.beside_bytes: list[int] = []  # main memory that each stage takes beside a GPU; [] is none, or unknown
 
     @abstractmethod
     def build(self, stage: int, /) -> StageModel:

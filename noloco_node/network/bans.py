@@ -95,8 +95,7 @@ class BanHook(NetworkHook):
     def __init__(self) -> None:
         self._bans = BanList()
         self._counts: Counter[str] = Counter()
-        self._answering: Counter[str] = Counter()
-        """Conversations by address prefix."""
+        self._answering: Counter[str] = Counter()  # conversations by address prefix
         self._good_since_s: OrderedDict[str, float] = OrderedDict()
         """When a conversation that each peer opened first ended without a violation; the last to talk comes last."""
 

@@ -81,8 +81,7 @@ class AdaptiveTimeout:
     def __init__(self, bounds: TimeoutBounds) -> None:
         self._bounds = bounds
         self._peers: dict[str, _Known] = {}
-        self._first: RttEstimate | None = None
-        """The estimate of first contacts, with any peer."""
+        self._first: RttEstimate | None = None  # the estimate of first contacts, with any peer
 
     def deadline_s(self, peer: str) -> float:
         known = self._peers.get(peer, _Known())
@@ -143,8 +142,7 @@ class PeerLiveness:
         self._gaps: RttEstimate | None = None
         self._pauses: RttEstimate | None = None
         self._heard_s = float("-inf")
-        self._silent_since_s: float | None = None
-        """From when on it was silent, if it was given up for that."""
+        self._silent_since_s: float | None = None  # from when on it was silent, if it was given up for that
 
     @property
     def silence_s(self) -> float:

@@ -101,8 +101,7 @@ class FrameDecoder:
         self._slots: list[tuple[str, TensorSpec]] = []
         self._tensors: list[Tensor] = []
         self._header, self._header_bytes = bytearray(), 0
-        self._head = bytearray(_PREFIX.size)
-        """The prefix, or the next part of the header."""
+        self._head = bytearray(_PREFIX.size)  # the prefix, or the next part of the header
         self._view = memoryview(self._head)
 
     def wants(self) -> memoryview:

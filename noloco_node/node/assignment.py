@@ -218,8 +218,7 @@ class Assignment:
         self._state = PeerState.TRAINING
         self._ending: Ending | None = None
         """Set once it is decided. From then on our record is at the next stage, if there is one."""
-        self._discarded = 0
-        """Microbatches that became no step."""
+        self._discarded = 0  # microbatches that became no step
         self._progress = ProgressReporter(context, replica, self._announce_training)
         self._evaluator = self._make_evaluator()
 

@@ -85,8 +85,7 @@ class MicrobatchSource:
         microbatch may travel. `told`: later stages have to know all ids.
         """
         self.samples = samples
-        self.returned_s = loop_s()
-        """When a gradient came back last, or we began."""
+        self.returned_s = loop_s()  # when a gradient came back last, or we began
         self._draw, self._process, self._progress, self._prove = draw, process, progress, prove
         self._me, self._budget_s, self._rng, self._told = me, budget_s, rng, told
 
@@ -180,8 +179,7 @@ class SendTurns:
         self.at_once = min(MOST_AT_ONCE, max(FEWEST_AT_ONCE, receivers))
         self._next = asyncio.Lock()
         self._left = asyncio.Event()
-        self._since_s: dict[object, float] = {}
-        """Since when each turn has been held, the oldest first."""
+        self._since_s: dict[object, float] = {}  # since when each turn has been held, the oldest first
         self._usual_s = 0.0
 
     @asynccontextmanager
@@ -220,8 +218,7 @@ class MicrobatchClient:
         self._unbounded: dict[asyncio.Timeout, float] = {}
         """Calls that began before any replica had replied, and when (loop seconds)."""
         self._roster: Roster | None = None
-        self._hops: tuple[Hop, ...] = ()
-        """The replicas to call, as of the roster."""
+        self._hops: tuple[Hop, ...] = ()  # the replicas to call, as of the roster
         schema = microbatch_schema(context.run, context.dimensions.width)
         self._pool = ConversationPool(context.network, topic(MICROBATCH, stage + 1), schema)
 
@@ -337,10 +334,8 @@ class MicrobatchServer:
         # By Unix time, so that a later session's number is higher.
         self.issued = IssuedReceipts(int(1000 * context.host.unix_time()))
         """Samples whose gradient we returned, by source; in a run of one stage, what partners brought to meetings."""
-        self.returned_s = -math.inf
-        """When we returned a gradient last (loop seconds)."""
-        self._idle: dict[Conversation, asyncio.Timeout] = {}
-        """The waits for another microbatch, the longest first."""
+        self.returned_s = -math.inf  # when we returned a gradient last (loop seconds)
+        self._idle: dict[Conversation, asyncio.Timeout] = {}  # the waits for another microbatch, the longest first
         self._closed = False
 
     @property

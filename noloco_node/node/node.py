@@ -108,12 +108,10 @@ class Node:
             tuple(tuple(shapes.values()) for shapes in dimensions.shapes),
             None if context.keeps_snapshots else lambda size: copying_s(size, options.slowest_bytes_per_s),
         )
-        self.assignment: Assignment | None = None
-        """Our assignment; None on the way to a stage."""
+        self.assignment: Assignment | None = None  # our assignment; None on the way to a stage
         self._addresses: tuple[str, ...] = ()
         self._unfit: set[int] = set()
-        self._failed: dict[int, FailedSnapshots] = {}
-        """Snapshots that proved worthless, by stage."""
+        self._failed: dict[int, FailedSnapshots] = {}  # snapshots that proved worthless, by stage
 
     @property
     def replica(self) -> Replica | None:

@@ -100,8 +100,7 @@ class Replica:
         self._model, self._device, self._context = model, device, context
         watched = WatchedDevice(device)
         self._run = watched.run
-        self.device_lost = watched.lost
-        """Set when the device is lost, to the reason."""
+        self.device_lost = watched.lost  # set when the device is lost, to the reason
         self._schedule = rate_schedule(run)
         turns = SendTurns(pipeline.replicas)
         client = self._client = MicrobatchClient(context, stage, turns)
@@ -145,8 +144,7 @@ class Replica:
         self._gap: float | None = None
         self._partner: str | None = None
         self._tokens_per_s = 0.0
-        self.seconds_per_step = 1.0
-        """The time from one inner step to the next, of the last window; 1 before the first."""
+        self.seconds_per_step = 1.0  # the time from one inner step to the next, of the last window; 1 before the first
         self._stepped_at, self._busy_s = loop_s(), device.busy_s
 
     # The training itself.

@@ -32,8 +32,7 @@ class ProgressReporter:
         self._device, self._speed = context.host.device, DeviceSpeed()
         self._meetings = MissedMeetings()
         self._warn = context.warn
-        self.hops: tuple[tuple[str, int], ...] = ()
-        """Next hops for our record, as `HopSample` has them."""
+        self.hops: tuple[tuple[str, int], ...] = ()  # next hops for our record, as `HopSample` has them
 
     async def run(self) -> NoReturn:
         said_at, totals_at, receipts_at, waited_for = -LINE_EVERY_S, 0.0, loop_s(), None

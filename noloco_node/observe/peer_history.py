@@ -57,12 +57,10 @@ class ContributionLedger:
 
     def __init__(self) -> None:
         self.by_run: dict[str, Contribution] = {}
-        self.now: Contribution | None = None
-        """The contribution to the present run; None before there is one."""
+        self.now: Contribution | None = None  # the contribution to the present run; None before there is one
         self._sent = self._received = self._pid = 0
         self._joules = 0.0
-        self._moves = False
-        """The node moves to another stage, where its totals go on."""
+        self._moves = False  # the node moves to another stage, where its totals go on
 
     def given(self, run: str) -> Given | None:
         """Return the contribution to a run as a field of our record; None without one."""

@@ -57,8 +57,7 @@ class RosterObserver:
         """The inner steps that each peer had taken when it came to train; 0 of peers that trained at our first look."""
         self._changes: deque[Change] = deque(maxlen=MOST_CHANGES)
         self._course = Course()
-        self._held_out: float | None = None
-        """Of the newest evaluation that a record tells."""
+        self._held_out: float | None = None  # of the newest evaluation that a record tells
         self._evaluated: dict[str, Evaluation] = {}
         """The last evaluation of each peer: a record may be missing for a while, and its evaluation is no news then."""
         self._routes, self._lines = RecordedRoutes(), LineRates()

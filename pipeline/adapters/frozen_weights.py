@@ -51,8 +51,7 @@ class FrozenLinear(nn.Module):
         super().__init__()
         weight, bias = whole.weight, whole.bias
         assert isinstance(weight, Tensor)
-        self.turned = not isinstance(whole, nn.Linear)
-        """Whether a checkpoint has the weight as [inputs, outputs]."""
+        self.turned = not isinstance(whole, nn.Linear)  # whether a checkpoint has the weight as [inputs, outputs]
         self.out_features, self.in_features = reversed(weight.shape) if self.turned else weight.shape
         self.form, rows, columns = form, self.out_features, self.in_features
         blocks = -(-rows * columns // NF4_BLOCK)
