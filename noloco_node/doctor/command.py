@@ -234,9 +234,19 @@ class Rates(NamedTuple):
 
 async def clock_of(network: PeerNetwork, peer: str, unix_time: Callable[[], float] = time.time) -> float:
     """Return how far our clock is ahead of a peer's, in seconds; raise `ConnectionError` without an answer."""
-    asked, question, expected = unix_time(), run_distribution.RunRequest(), run_distribution.RunFileReply
-    reply = await ask(network, peer, run_distribution.TOPIC, run_distribution.SCHEMA, question, expected, ASK_S)
-    return (asked + unix_time()) / 2 - reply.unix_time
+    try:
+        async with (
+            asyncio.timeout(ASK_S),
+            network.talk(peer, run_distribution.TOPIC, run_distribution.SCHEMA) as conversation,
+        ):
+            asked = unix_time()  # not before the dial, which may take long
+            await conversation.send(run_distribution.RunRequest())
+            reply = await conversation.receive()
+            if not isinstance(reply, run_distribution.RunFileReply):
+                raise ConnectionAbortedError(f"expected a run file, got {type(reply).__name__}")
+            return (asked + unix_time()) / 2 - reply.unix_time
+    except TimeoutError:
+        raise ConnectionAbortedError(f"no answer within {ASK_S:g} s") from None
 
 
 def judge_clock(ahead_s: Sequence[float]) -> Finding:

@@ -84,9 +84,8 @@ class BanList:
         self._standings[who] = standing
         self._standings.move_to_end(who)
         if len(self._standings) > MOST_KNOWN:
-            del self._standings[
-                min(islice(self._standings, MOST_KNOWN), key=lambda each: self._standings[each].until_s)
-            ]
+            first = min(islice(self._standings, MOST_KNOWN), key=lambda each: self._standings[each].until_s)
+            del self._standings[first]
 
 
 class BanHook(NetworkHook):

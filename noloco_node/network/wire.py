@@ -355,13 +355,7 @@ def decoded(raw: bytes, kind: type[T], most_bytes: int) -> T | None:
     return found if _has_usable(found) else None
 
 
-def _has_usable(found: msgspec.Struct) -> bool:
-    for name in found.__struct_fields__:
-        value = getattr(found, name)
-        if (
-            not is_usable(value)
-            if isinstance(value, float)
-            else isinstance(value, msgspec.Struct) and not _has_usable(value)
-        ):
-            return False
-    return True
+def _has_usable(found: object) -> bool:
+    if isinstance(found, msgspec.Struct):
+        return all(_has_usable(getattr(found, name)) for name in found.__struct_fields__)
+    return not isinstance(found, float) or is_usable(found)

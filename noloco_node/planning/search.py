@@ -232,10 +232,8 @@ def _nothing_fits(run: RunConfig, machines: Machines) -> UserError:
     run = structs.replace(run, inner=structs.replace(run.inner, state="int8"))
     base = _bases(run, machines)[-1]
     layout = model_layout(base)
-    needs = min(
-        (gpu_memories(flow, layout, machines) for flow in _flows(base, base)),
-        key=lambda each: sum(missing(each, machines)),
-    )
+    each_needs = (gpu_memories(flow, layout, machines) for flow in _flows(base, base))
+    needs = min(each_needs, key=lambda each: sum(missing(each, machines)))
     lacks = missing(needs, machines)
     device, beside = (max(getattr(memory, where) for memory in needs) for where in ("computing", "beside"))
     return config_error(

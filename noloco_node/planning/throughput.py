@@ -141,10 +141,8 @@ class Missing(NamedTuple):
 def missing(needs: Sequence[Memory], machines: Machines) -> Missing:
     """Return what a machine lacks for the stage that needs most; 0 where all stages fit."""
     gpu, ram = _usable(machines)
-    return Missing(
-        max(0.0, max(memory.computing for memory in needs) - gpu),
-        max(0.0, max(memory.beside for memory in needs) - ram),
-    )
+    computing, beside = max(memory.computing for memory in needs), max(memory.beside for memory in needs)
+    return Missing(max(0.0, computing - gpu), max(0.0, beside - ram))
 
 
 def fits(needs: Sequence[Memory], machines: Machines) -> bool:
