@@ -7,8 +7,7 @@ from functools import partial
 from os import PathLike
 from typing import Any, ClassVar, Unpack
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor, nn, optim
 
 from noloco_node.api import foreign_stage
 from noloco_node.api.peer import Leaves, NodeThread, PeerOptions, at_exit, parsed
@@ -19,7 +18,7 @@ from noloco_node.planning.foreign_layout import foreign_layout
 from noloco_node.run.peer_state import PeerState
 
 
-class GossipOptimizer(Leaves, Optimizer):
+class GossipOptimizer(Leaves, optim.Optimizer):
     """Wraps an optimiser: `step` also counts the step for the run, and lets rounds with other peers move the weights.
 
     What requires a gradient in `module` is exchanged; its order in the optimiser is of no matter. Weights change inside
@@ -35,7 +34,7 @@ class GossipOptimizer(Leaves, Optimizer):
     """`torch.amp.GradScaler` looks for values that are not finite itself, and then leaves the step out."""
 
     def __init__(
-        self, optimizer: Optimizer, module: nn.Module, invite: str | PathLike[str], **options: Unpack[PeerOptions]
+        self, optimizer: optim.Optimizer, module: nn.Module, invite: str | PathLike[str], **options: Unpack[PeerOptions]
     ) -> None:
         """Join the run of an invite (its text, a file that holds it, or a home that keeps one) with a module."""
         self._inner = optimizer  # first: what this class has not, the wrapped optimiser has
@@ -216,7 +215,7 @@ class GossipOptimizer(Leaves, Optimizer):
             )
 
 
-def _check_optimised(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
+def _check_optimised(parameters: Mapping[str, nn.Parameter], optimizer: optim.Optimizer) -> None:
     """Raise `UserError` that names a parameter which requires a gradient and is in no group of the optimiser."""
     optimised = {id(each) for group in optimizer.param_groups for each in group["params"]}
     for name, each in parameters.items():
