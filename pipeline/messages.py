@@ -47,20 +47,14 @@ Count = Annotated[int, (0, 2**48)]
 class Reason(StrEnum):
     """Why a microbatch was refused."""
 
-    FULL = "full"
-    """The queue is full, or the sender has used up its fair share of it."""
-    GOSSIPING = "gossiping"
-    """The admission window is shut for the blocking form of a round."""
-    NO_ROUTE = "no route"
-    """No replica of a later stage would take it."""
-    EXPIRED = "expired"
-    """The travelling time budget ended; no peer is to blame."""
-    LEAVING = "leaving"
-    """The peer is on its way out, or not ready yet."""
+    FULL = "full"  # the queue is full, or the sender has used up its fair share of it
+    GOSSIPING = "gossiping"  # the admission window is shut for the blocking form of a round
+    NO_ROUTE = "no route"  # no replica of a later stage would take it
+    EXPIRED = "expired"  # the travelling time budget ended; no peer is to blame
+    LEAVING = "leaving"  # the peer is on its way out, or not ready yet
     QUOTA = "evaluation quota"
     """The sender, or all senders together, have had as many forward passes without a backward pass as the run plans."""
-    NOT_FINITE = "not finite"
-    """The model computes what is no number; of microbatches without a backward pass alone."""
+    NOT_FINITE = "not finite"  # the model computes what is no number; of microbatches without a backward pass alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -116,8 +116,7 @@ class _Search:
     deadline_s: float
     losses: int = 0
     lost: set[str] = field(default_factory=set)
-    forgiving: bool = False
-    """Ask suspects and replicas that this microbatch was lost at, for there is no other."""
+    forgiving: bool = False  # ask suspects and replicas that this microbatch was lost at, for there is no other
     waits_since_s: float | None = None
     empty_since_s: float | None = None
 

@@ -100,14 +100,10 @@ _LIST_PURPOSE = b"noloco revocations 1\x00"
 class Right(IntFlag):
     """What a key may do in a run."""
 
-    LOOK = 1
-    """Read: the run file, the roster, weights."""
-    TRAIN = 2
-    """Take part: publish records, and call replicas."""
-    SIGN = 4
-    """Sign grants for others."""
-    ONCE = 8
-    """Sign one grant, for one identity: a single-use invite's key."""
+    LOOK = 1  # read: the run file, the roster, weights
+    TRAIN = 2  # take part: publish records, and call replicas
+    SIGN = 4  # sign grants for others
+    ONCE = 8  # sign one grant, for one identity: a single-use invite's key
 
 
 MEMBER = Right.LOOK | Right.TRAIN

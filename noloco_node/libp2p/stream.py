@@ -45,19 +45,15 @@ class SendState(Enum):
     """Our half of the conversation."""
 
     BETWEEN_FRAMES = auto()
-    IN_MESSAGE = auto()
-    """A part of a message is out: nothing but the rest of it may follow."""
-    ENDED = auto()
-    """We sent END or ERROR."""
+    IN_MESSAGE = auto()  # a part of a message is out: nothing but the rest of it may follow
+    ENDED = auto()  # we sent END or ERROR
 
 
 class Event(Enum):
     """What the bytes that came mean for the owner."""
 
-    MESSAGE_RECEIVED = auto()
-    """A message waits for `next_message`."""
-    PEER_ENDED = auto()
-    """The other side ended politely: it sends no more, and takes no more messages."""
+    MESSAGE_RECEIVED = auto()  # a message waits for `next_message`
+    PEER_ENDED = auto()  # the other side ended politely: it sends no more, and takes no more messages
 
 
 class StreamClosed(NamedTuple):

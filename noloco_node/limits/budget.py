@@ -60,8 +60,7 @@ class OwnerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     upload_bytes_per_s: float | None = None
     download_bytes_per_s: float | None = None
-    monthly_cap_bytes: int | None = None
-    """Of both directions together."""
+    monthly_cap_bytes: int | None = None  # of both directions together
     hours: Hours | None = None
 
     @property

@@ -84,12 +84,9 @@ class MessageRule(NamedTuple):
 
     name: str
     kind: type
-    scalars: Any
-    """A struct with the scalar fields."""
-    header: Any
-    """A struct with the scalars, and what the tensors are."""
-    numbers: tuple[tuple[str, float, float], ...]
-    """Each number with its least and its most."""
+    scalars: Any  # a struct with the scalar fields
+    header: Any  # a struct with the scalars, and what the tensors are
+    numbers: tuple[tuple[str, float, float], ...]  # each number with its least and its most
     layouts: Mapping[str, tuple[FieldLayout, ...]]
     header_bytes: int
 

@@ -78,15 +78,11 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens_per_s: float
     busy: float
-    possible: float
-    """Tokens a second of all these devices without any network, nothing computed again."""
+    possible: float  # tokens a second of all these devices without any network, nothing computed again
     bound: str
-    steps_per_round: int
-    """Inner steps between two rounds that take the share of the line that they may have."""
-    computed_again: float
-    """Share of forward passes, of the stage with the most."""
-    replicas: tuple[int, ...]
-    """Of each stage, where peers choose theirs and know their lines."""
+    steps_per_round: int  # inner steps between two rounds that take the share of the line that they may have
+    computed_again: float  # share of forward passes, of the stage with the most
+    replicas: tuple[int, ...]  # of each stage, where peers choose theirs and know their lines
 
 
 def coding_seconds(run: RunConfig, width: int, flops: float) -> float:

@@ -70,8 +70,7 @@ class WindowSuggestion(msgspec.Struct, frozen=True, kw_only=True):
 
     microbatches_per_step: int
     microbatch_size: int
-    batch: float
-    """Sequences of an inner step, in batches of the run as it is."""
+    batch: float  # sequences of an inner step, in batches of the run as it is
     efficiency: tuple[float, ...]
 
 
