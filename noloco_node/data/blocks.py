@@ -113,11 +113,9 @@ class Blocks(BlockSource):
         self._documents, self._encoder, self._length = documents, encoder, sequence_length
         self._packed = packed
         self._pending: deque[_Drawn] = deque()
-        self._carried: _Drawn | None = None
-        """A row that did not fit into the last sequence."""
+        self._carried: _Drawn | None = None  # a row that did not fit into the last sequence
         self._offset = self._available = self._blocks = 0
-        self._first_epoch: int | None = None
-        """Of the documents that we have drawn."""
+        self._first_epoch: int | None = None  # of the documents that we have drawn
         described = f"{documents.fingerprint}|{encoder.name}|{owner}"
         self._source = hashlib.sha256(described.encode()).hexdigest()[:32]
 
@@ -374,8 +372,7 @@ class ShuffledBlocks(BlockSource):
         self._order: list[int] = []
         self._began = self._next_begins = blocks.position()
         self._number, self._dealt = -1, 0
-        self._read: list[Tensor] = []
-        """What is there of the next chunk."""
+        self._read: list[Tensor] = []  # what is there of the next chunk
         self._missing, self._epoch = chunk_blocks, blocks.epoch()
 
     def next_batch(self, batch_size: int) -> Tensor:
