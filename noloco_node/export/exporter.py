@@ -10,7 +10,6 @@ replicas. docs/design/export.md says why.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -64,7 +63,6 @@ async def export(
     `invite`: of a living swarm; `homes`: of nodes of the run; at least one of them. `best`: in place of the newest
     weights those of the best evaluation that these homes have kept.
     """
-    out = Path(os.path.realpath(out.expanduser()))  # it is renamed into its place: neither "." nor a link can be
     check_export(out, invite, homes, best=best)
     if best:
         return await asyncio.to_thread(_best_of_homes, out, homes, wanted)
