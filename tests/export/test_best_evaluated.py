@@ -52,17 +52,23 @@ def test_the_least_loss_is_exported_and_the_others_are_named(tmp_path: Path) -> 
     assert all(torch.equal(written[name], weight) for name, weight in expected.items())
 
 
-@pytest.mark.parametrize("named", [".", "link", "dangling"])
-def test_an_export_finds_its_place_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+def test_an_export_goes_where_a_link_leads_and_never_into_the_present_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keep(tmp_path / "home", 2.0)
-    for link in ("link", "dangling"):
-        (tmp_path / link).symlink_to(tmp_path / f"{link} leads here")
-    here = tmp_path / "link leads here"
-    here.mkdir()
-    monkeypatch.chdir(here)
-    asyncio.run(export(tmp_path / named if named != "." else Path(named), None, [tmp_path / "home"], best=True))
-    found = {path.parent.name for path in tmp_path.glob("*/config.json")} - {"link", "dangling"}
-    assert found == {"dangling leads here" if named == "dangling" else here.name}
+    for place in ("empty", "new"):
+        link = tmp_path / f"to {place}"
+        link.symlink_to(tmp_path / place)
+        if place == "empty":
+            (tmp_path / place).mkdir()
+            monkeypatch.chdir(tmp_path / place)
+            for here in (Path(), link):
+                with pytest.raises(UserError, match="present directory"):
+                    asyncio.run(export(here, None, [tmp_path / "home"], best=True))
+            monkeypatch.chdir(tmp_path)
+        asyncio.run(export(link, None, [tmp_path / "home"], best=True))
+        assert link.is_symlink()
+        assert (tmp_path / place / "config.json").exists()
 
 
 def test_weights_that_are_kept_in_two_parts_are_joined(tmp_path: Path) -> None:
