@@ -51,7 +51,7 @@ def shortened(packed: bytes, nonce: bytes, named: bytes) -> bytes:
 def restored(answer: bytes, versions: Mapping[str, Version]) -> bytes:
     """Return the records of an answer, packed as by hivemind, to a request that named these versions.
 
-    Raises ValueError or zlib.error where it is none, or too long.
+    Raises an error where it is none, or is longer than `MOST_BYTES` once it is decompressed.
     """
     inflating = zlib.decompressobj()
     raw, named = inflating.decompress(answer, MOST_BYTES), _named(versions)
