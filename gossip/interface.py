@@ -184,12 +184,9 @@ class RoundContext:
 class Origin(NamedTuple):
     """Where a replica's rounds begin: fresh, copied from a donor, or read from a checkpoint."""
 
-    state: OuterState
-    """In memory that is the replica's from now on: its rounds write into it."""
-    rounds: int = 0
-    """Rounds finished."""
+    state: OuterState  # in memory that is the replica's from now on: its rounds write into it
+    rounds: int = 0  # rounds finished
     inner_steps: int = 0
     last_met: int = 0
     """The round in which these weights last met anybody's, 0 if in none: a copy of stale weights is as stale."""
-    gathered: bool = True
-    """Whether the slow weights hold every inner step that the fast ones do."""
+    gathered: bool = True  # whether the slow weights hold every inner step that the fast ones do

@@ -102,8 +102,7 @@ class RoundTimeouts:
     jitter_s: float = 0.1
 
 
-BLOCK = 256
-"""Values of one parameter that share a scale in int8: 1.6 % on top of the codes."""
+BLOCK = 256  # values of one parameter that share a scale in int8: 1.6 % on top of the codes
 
 Shape = tuple[int, ...]
 

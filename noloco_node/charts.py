@@ -17,10 +17,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Colours that the colour-blind tell apart (Okabe and Ito)."""
 INK, QUIET = "#222222", "#8a8a8a"
 DPI = 150
-LABEL_POINTS = 13
-"""Height of one line of a label."""
-SAME = 1e-6
-"""A gap below this is rounding."""
+LABEL_POINTS = 13  # height of one line of a label
+SAME = 1e-6  # a gap below this is rounding
 
 
 class Labelled(NamedTuple):

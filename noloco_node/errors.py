@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 
 
@@ -47,24 +49,14 @@ class Exit(IntEnum):
 
 
 NEEDS_A_PERSON = frozenset(
-    (
-        Exit.USAGE,
-        Exit.CONFIG,
-        Exit.OTHER_RUN,
-        Exit.HOME_IN_USE,
-        Exit.DEVICE,
-        Exit.UNFIT,
-        Exit.NOT_ADMITTED,
-        Exit.DATA,
-    )
+    (Exit.USAGE, Exit.CONFIG, Exit.OTHER_RUN, Exit.HOME_IN_USE, Exit.DEVICE, Exit.UNFIT, Exit.NOT_ADMITTED, Exit.DATA)
 )
 """After these another start would end alike: what supervises a node starts it again after every other failure.
 
 The units in docs/systemd and docker/README.md repeat this list, and a test compares them."""
 
 
-COMPLAINT = "noloco-node: "
-"""Begins what a command says on its way out."""
+COMPLAINT = "noloco-node: "  # begins what a command says on its way out
 
 
 class UserError(Exception):
@@ -96,6 +88,15 @@ def storage_error(what: str, why: str, hint: str) -> UserError:
 def reason_of(error: OSError) -> str:
     """Say what the system refused, and at which file, without its number."""
     return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+
+
+@contextmanager
+def os_errors_as(kind: Callable[[str, str, str], UserError], what: str, hint: str) -> Iterator[None]:
+    """Raise an `OSError` of the body as a `UserError` whose reason is what the system refused."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(what, reason_of(error), hint) from error
 
 
 def causes(error: BaseException) -> list[BaseException]:

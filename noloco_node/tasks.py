@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-AGAIN_S = 5.0
-"""After so long an observer that failed begins anew."""
+AGAIN_S = 5.0  # after so long an observer that failed begins anew
 
 
 def loop_s() -> float:

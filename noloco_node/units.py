@@ -14,21 +14,17 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta
 
-LONGEST_S = 1e8
-"""Three years: nobody waits so long."""
-LARGEST_COUNT = 2**53
-"""The largest whole number up to which a float holds them all."""
+LONGEST_S = 1e8  # three years: nobody waits so long
+LARGEST_COUNT = 2**53  # the largest whole number up to which a float holds them all
 LARGEST = 1e30
-LEAST = 1e-30
-"""The least number that is not zero: its reciprocal is no larger than `LARGEST`."""
+LEAST = 1e-30  # the least number that is not zero: its reciprocal is no larger than `LARGEST`
 LATEST_UNIX_S = 2.0**40
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST_COUNT)]
 Fraction: TypeAlias = Annotated[float, Meta(ge=0.0, le=1.0)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e9)]
 UnixSeconds: TypeAlias = Annotated[float, Meta(ge=0.0, le=LATEST_UNIX_S)]
-Amount: TypeAlias = Annotated[float, Meta(ge=0.0, le=LARGEST)]
-"""A rate, a ratio, or a loss in nats."""
+Amount: TypeAlias = Annotated[float, Meta(ge=0.0, le=LARGEST)]  # a rate, a ratio, or a loss in nats
 
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}

@@ -47,13 +47,10 @@ from torch import Tensor
 
 from pipeline.messages import BLOCK, FIRST, TOP_BYTES, UNLEARNT, ActivationCode, ActivationCodec, Microbatch
 
-LARGEST = 2.0**50
-"""The largest top of a message: the sum of the squares of 65,536 such values is finite."""
+LARGEST = 2.0**50  # the largest top of a message: the sum of the squares of 65,536 such values is finite
 FRACTIONS_PER_OCTAVE = 8
-PIECE = 2**16
-"""Values worked on at a time on a CPU: what is made of them on the way stays in the cache."""
-PIECE_ON_A_GPU = 2**24
-"""Elsewhere it is the memory beside the message that counts."""
+PIECE = 2**16  # values worked on at a time on a CPU: what is made of them on the way stays in the cache
+PIECE_ON_A_GPU = 2**24  # elsewhere it is the memory beside the message that counts
 _ROUNDED_UP = 1.0 + 2.0**-7
 _ROTATION_SIGNS = 0x9E3779B9
 """Bit i is the sign of channel i before the rotation: a block of equal values is not one loud value afterwards."""
@@ -282,11 +279,9 @@ def _pieces(rows: int, width: int, device: torch.device) -> Iterator[tuple[int, 
 
 SCALE = 3.0
 REFUSE = 10.0
-LARGEST_SIZE = 2.0**16
-"""The largest size while none is known; the values of trained models are smaller by far."""
+LARGEST_SIZE = 2.0**16  # the largest size while none is known; the values of trained models are smaller by far
 LEAST_KNOWN = 4
-CERTAIN = 32
-"""Messages after which bounds are still twice as wide as they will be."""
+CERTAIN = 32  # messages after which bounds are still twice as wide as they will be
 LEAST_VALUES = 8192
 LOUDEST = 1 / 8
 """Of the tokens that are learnt: as many, the loudest, are no reason to refuse a message, and count less."""
@@ -336,10 +331,7 @@ def learnt(marked: Tensor) -> int:
 def as_microbatch(tokens: Tensor, *, told: bool, progress: float, budget_s: float) -> Microbatch:
     """Return marked tokens [b, s + 1] as a source sends them. `told`: later stages have to know all ids."""
     return Microbatch(
-        hidden=ids_of(tokens[:, :-1]),
-        targets=tokens if told else tokens[:, 1:],
-        progress=progress,
-        budget_s=budget_s,
+        hidden=ids_of(tokens[:, :-1]), targets=tokens if told else tokens[:, 1:], progress=progress, budget_s=budget_s
     )
 
 

@@ -31,21 +31,15 @@ from pipeline.hardware.moments_beside import Codes, MomentsBeside, main_memory
 from pipeline.hardware.split_weights import join, split
 from pipeline.inner_step import BLOCK, SCALE_BYTES, Inner, is_coded, moment_bytes, moment_ratio
 
-PIECE = 2**20
-"""Values that a step computes at once; whole blocks."""
-_COMPILED_PIECE = 16 * PIECE
-"""The same of a compiled step: with smaller pieces a GPU waits for the host."""
-_COMPILED_ROOM = 2.125
-"""Numbers that a compiled step takes on a GPU for a moment, for each value of its largest piece."""
-LARGEST_RATIO = 1e3
-"""Of a first moment to the root of its second, where nothing bounds it."""
+PIECE = 2**20  # values that a step computes at once; whole blocks
+_COMPILED_PIECE = 16 * PIECE  # the same of a compiled step: with smaller pieces a GPU waits for the host
+_COMPILED_ROOM = 2.125  # numbers that a compiled step takes on a GPU for a moment, for each value of its largest piece
+LARGEST_RATIO = 1e3  # of a first moment to the root of its second, where nothing bounds it
 _ROOM = 16 * PIECE
 """Numbers that a step which is not compiled takes on a GPU for a moment, and more; so does a copy of weights."""
-_FIRST, _SECOND = 127.0, 255.0
-"""The largest codes of a first and of a second moment."""
+_FIRST, _SECOND = 127.0, 255.0  # the largest codes of a first and of a second moment
 _NORMAL = torch.finfo(torch.float32).tiny
-_NAMES = ("exp_avg", "exp_avg_sq")
-"""torch's names of the first and the second moment."""
+_NAMES = ("exp_avg", "exp_avg_sq")  # torch's names of the first and the second moment
 
 
 class MatrixPiece(NamedTuple):

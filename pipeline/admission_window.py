@@ -34,8 +34,7 @@ from pipeline.messages import Reason, Refused
 MOST_IN_FLIGHT = 64
 """Microbatches that wait for their gradient at once, however long a window is: each takes memory, and so many fill any
 way down a pipeline and back."""
-UNKNOWN_PACE_S = 0.25
-"""Seconds a microbatch to assume before one has been measured."""
+UNKNOWN_PACE_S = 0.25  # seconds a microbatch to assume before one has been measured
 LONGEST_RETRY_S = 30.0
 
 
@@ -106,15 +105,11 @@ class GradientTurns:
 
     def __init__(self, window: int) -> None:
         self.window = window
-        self.steps = 0
-        """Windows that have ended."""
-        self.deferred = 0
-        """Microbatches that had to wait for their turn, since the start."""
+        self.steps = 0  # windows that have ended
+        self.deferred = 0  # microbatches that had to wait for their turn, since the start
         self._given = 0
-        self._kept = 0
-        """For microbatches that were admitted before the last step and have not had their turn."""
-        self._waiting: dict[Slot, asyncio.Future[bool]] = {}
-        """The first to ask first."""
+        self._kept = 0  # for microbatches that were admitted before the last step and have not had their turn
+        self._waiting: dict[Slot, asyncio.Future[bool]] = {}  # the first to ask first
         self._ended = False
 
     @property

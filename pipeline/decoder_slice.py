@@ -130,15 +130,13 @@ class Cut(NamedTuple):
 class DecoderParts(NamedTuple):
     """Dotted names of the parts of a decoder. `before` and `after`: side modules at its ends, in call order."""
 
-    spine: tuple[str, ...]
-    """The containers from the whole model ("") down to the list of layers, the last one."""
+    spine: tuple[str, ...]  # the containers from the whole model ("") down to the list of layers, the last one
     before: tuple[str, ...]
     after: tuple[str, ...]
     dropouts: tuple[str, ...]
     embedding: str
     head: str
-    tuples: bool = False
-    """Whether layers return tuples, activations first."""
+    tuples: bool = False  # whether layers return tuples, activations first
 
 
 class _PassThrough(nn.Module):

@@ -39,15 +39,7 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.activation_codec import (
-    as_targets,
-    decode,
-    encode,
-    gradient_seed_beside,
-    ids_of,
-    learnt,
-    positions_in_rows,
-)
+from pipeline import activation_codec
 from pipeline.adapters import frozen_weights
 from pipeline.decoder_slice import Cut, TokenFeatures, layer_list, multiplied_weights
 from pipeline.hardware.device_type import DEVICE_TYPES
@@ -59,10 +51,8 @@ T = TypeVar("T")
 Masters = Mapping[str, nn.Parameter]
 LOGITS = 2**24
 """The loss of a microbatch with more logits is computed in chunks, each in the memory that so many take at once."""
-LOGIT_BYTES = 16
-"""What a logit takes where the loss is computed at once: itself, its softmax and the gradients of both."""
-_PIECE = 2**22
-"""Logits of a chunk that are float32 at a time."""
+LOGIT_BYTES = 16  # what a logit takes where the loss is computed at once: itself, its softmax and the gradients of both
+_PIECE = 2**22  # logits of a chunk that are float32 at a time
 CALM_WINDOWS = 8
 """Memory may have been short because of another program for a while, and a shortage costs a window at most."""
 
@@ -248,8 +238,8 @@ class PendingForward:
     """
 
     def __init__(self, stage: StagePasses, origin: PassInput, graph: Graph) -> None:
-        self.output = encode(stage.codec.down, graph.output.detach()).cpu()
-        self._seed = gradient_seed_beside(stage.codec, self.output)
+        self.output = activation_codec.encode(stage.codec.down, graph.output.detach()).cpu()
+        self._seed = activation_codec.gradient_seed_beside(stage.codec, self.output)
         self._stage, self._shape, self._short = stage, graph.output.shape, False
         self._origin: PassInput | None = origin
         self._graph: Graph | None = graph
@@ -316,10 +306,8 @@ class StagePasses:
             module.compute_layers_again()
         self._first, self._last, self._device, self._autocast = first, last, device, autocast
         self.codec = ACTIVATION_CODECS[codec]
-        self._masters = dict(self._module.named_parameters())
-        """With the gradients of the window."""
-        self._remainders: dict[nn.Parameter, Tensor] = {}
-        """Of the masters that are split."""
+        self._masters = dict(self._module.named_parameters())  # with the gradients of the window
+        self._remainders: dict[nn.Parameter, Tensor] = {}  # of the masters that are split
         cast = frozenset[str]() if autocast is None else multiplied_weights(module)
         if coded and autocast is torch.bfloat16:
             for name in (name for name in self._masters if name in cast):
@@ -328,15 +316,13 @@ class StagePasses:
                 master.grad_dtype = torch.bfloat16
             cast = frozenset()
         self._set = WeightSet(self._masters, cast, autocast or torch.float32)
-        self._waiting: WeakSet[PendingForward] = WeakSet()
-        """Passes that have had no backward pass and were not dropped."""
+        self._waiting: WeakSet[PendingForward] = WeakSet()  # passes that have had no backward pass and were not dropped
         self._type = DEVICE_TYPES[device.type]
         self._graphs = self._most_graphs = math.inf if graphs is None else graphs
         self._calm_windows = 0
         self._plain: bool | None = None
         self._scale = LossScale(autocast)
-        self._spoiled = False
-        """A backward pass of this window has failed half-way, or overflowed."""
+        self._spoiled = False  # a backward pass of this window has failed half-way, or overflowed
         self._counts: Counter[str] = Counter()
 
     def load_frozen(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -364,9 +350,9 @@ class StagePasses:
         """Return what the targets that came with a microbatch say of it."""
         if targets is None:
             return NOTHING_KNOWN
-        positions = positions_in_rows(targets[:, -hidden.shape[1] :])
+        positions = activation_codec.positions_in_rows(targets[:, -hidden.shape[1] :])
         return Known(
-            None if self._module.fixed is None else ids_of(targets[:, :-1]).to(self._device),
+            None if self._module.fixed is None else activation_codec.ids_of(targets[:, :-1]).to(self._device),
             None if positions is None else positions.to(self._device),
         )
 
@@ -381,7 +367,7 @@ class StagePasses:
         return PendingForward(self, origin, graph)
 
     def _input_seed(self, hidden: Tensor) -> Callable[[], int]:
-        return (lambda: 0) if self._first else gradient_seed_beside(self.codec, hidden)
+        return (lambda: 0) if self._first else activation_codec.gradient_seed_beside(self.codec, hidden)
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Gradient:
         """Run the last stage forward and backward: cross-entropy against marked `targets` [b, s], int64.
@@ -399,7 +385,7 @@ class StagePasses:
         while self._has_overflowed(graph):
             graph = self._spoiling(lambda: self._loss(hidden, wanted, known))
         self._count_backward()
-        counted = learnt(wanted)
+        counted = activation_codec.learnt(wanted)
         mean = graph.output.item() * wanted.numel() / max(1, counted)
         return Gradient(hidden=self._input_gradient(graph, seed), loss=mean, tokens=counted)
 
@@ -436,9 +422,9 @@ class StagePasses:
         if targets.shape != hidden.shape[:2]:
             raise ValueError(f"targets of {list(targets.shape)} for logits of {list(hidden.shape[:2])}")
         # On a GPU an id outside the vocabulary would take the whole process down.
-        if ids_of(targets).max() >= vocabulary:
+        if activation_codec.ids_of(targets).max() >= vocabulary:
             raise ValueError(f"targets outside the vocabulary of {vocabulary}")
-        return as_targets(targets.to(self._device))
+        return activation_codec.as_targets(targets.to(self._device))
 
     @torch.no_grad()
     def _has_plain_head(self, hidden: Tensor, tokens: Tensor | None, logits_of: Callable[[Tensor], Tensor]) -> bool:
@@ -460,7 +446,7 @@ class StagePasses:
         output = self._with_room(lambda: self._without_graph(hidden, known))
         if not _is_finite(output):
             raise FloatingPointError("activations that are not finite")
-        return encode(self.codec.down, output).cpu()
+        return activation_codec.encode(self.codec.down, output).cpu()
 
     def token_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each of the targets that `loss` takes, without a backward pass: the last stage's work.
@@ -517,7 +503,7 @@ class StagePasses:
         given = hidden.to(self._device)
         if self._first:
             return Graph(None, self._run(given, weights, known, logits=logits))
-        leaf = decode(self.codec.down, given).detach().requires_grad_()
+        leaf = activation_codec.decode(self.codec.down, given).detach().requires_grad_()
         return Graph(leaf, self._run(leaf, weights, known, logits=logits))
 
     def _run(self, given: Tensor, weights: WeightSet, known: Known, *, logits: bool = True) -> Tensor:
@@ -533,7 +519,7 @@ class StagePasses:
         if origin.weights.version != origin.version:
             # No other check sees it.
             raise RuntimeError("weights were changed under a forward pass that waits for its gradient")
-        decoded = or_memory_error(lambda: decode(self.codec.back, gradient.to(self._device), seed))
+        decoded = or_memory_error(lambda: activation_codec.decode(self.codec.back, gradient.to(self._device), seed))
         graph = self._scaled_backward(origin, graph, decoded)
         while self._has_overflowed(graph):
             if not self._scale.adapts:
@@ -580,7 +566,7 @@ class StagePasses:
         if graph.leaf is None:
             return None
         assert graph.leaf.grad is not None
-        return encode(self.codec.back, graph.leaf.grad.div_(self._scale.value), seed()).cpu()
+        return activation_codec.encode(self.codec.back, graph.leaf.grad.div_(self._scale.value), seed()).cpu()
 
     def _again(self, origin: PassInput) -> Graph:
         now = self._type.random_state(self._device)

@@ -56,8 +56,7 @@ class OptimiserState(NamedTuple):
     moments: tuple[Tensor, ...]
 
 
-BLOCK = 256
-"""Values of a coded moment that share a scale."""
+BLOCK = 256  # values of a coded moment that share a scale
 SCALE_BYTES = 4
 
 
@@ -85,8 +84,7 @@ MOST_MARKS = 16
 FEWEST_MARKS = 4
 LONGEST_SPACING_S = 15.0
 """Seconds between two marks in the long run; longer than a roster's refresh, in whose steps stamps may rise."""
-HASTE = 2.0
-"""How many times the rate that the swarm has shown a replica's progress may move at."""
+HASTE = 2.0  # how many times the rate that the swarm has shown a replica's progress may move at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

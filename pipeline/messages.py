@@ -47,20 +47,14 @@ Count = Annotated[int, (0, 2**48)]
 class Reason(StrEnum):
     """Why a microbatch was refused."""
 
-    FULL = "full"
-    """The queue is full, or the sender has used up its fair share of it."""
-    GOSSIPING = "gossiping"
-    """The admission window is shut for the blocking form of a round."""
-    NO_ROUTE = "no route"
-    """No replica of a later stage would take it."""
-    EXPIRED = "expired"
-    """The travelling time budget ended; no peer is to blame."""
-    LEAVING = "leaving"
-    """The peer is on its way out, or not ready yet."""
+    FULL = "full"  # the queue is full, or the sender has used up its fair share of it
+    GOSSIPING = "gossiping"  # the admission window is shut for the blocking form of a round
+    NO_ROUTE = "no route"  # no replica of a later stage would take it
+    EXPIRED = "expired"  # the travelling time budget ended; no peer is to blame
+    LEAVING = "leaving"  # the peer is on its way out, or not ready yet
     QUOTA = "evaluation quota"
     """The sender, or all senders together, have had as many forward passes without a backward pass as the run plans."""
-    NOT_FINITE = "not finite"
-    """The model computes what is no number; of microbatches without a backward pass alone."""
+    NOT_FINITE = "not finite"  # the model computes what is no number; of microbatches without a backward pass alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,10 +88,8 @@ class Microbatch:
         return self.learnt / self.hidden.shape[:2].numel()
 
 
-UNLEARNT = -1
-"""Stands for a target without a loss."""
-FIRST = 2**30
-"""More than any id; the sum of both fits 32 bits."""
+UNLEARNT = -1  # stands for a target without a loss
+FIRST = 2**30  # more than any id; the sum of both fits 32 bits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,8 +130,7 @@ Reply = Gradient | Refused
 EvaluationReply = SequenceLosses | Refused
 
 
-BLOCK = 32
-"""Values of one token that share a scale: a quarter of a bit a value, and what a loud channel can spoil."""
+BLOCK = 32  # values of one token that share a scale: a quarter of a bit a value, and what a loud channel can spoil
 TOP_BYTES = 2
 _PLAIN = {32: "float32", 16: "bfloat16"}
 

@@ -15,19 +15,16 @@ from transformers import CONFIG_MAPPING, AutoConfig
 
 from pipeline.decoder_slice import NotSliceableError
 
-Config = Any
-"""A transformers config; the library has no types."""
+Config = Any  # a transformers config; the library has no types
 
 
-LARGEST_NUMBER = 2.0**31
-"""Of a config: no size or scale of a model is larger."""
+LARGEST_NUMBER = 2.0**31  # of a config: no size or scale of a model is larger
 POSITIVE = re.compile(
     r"(.*_)?(size|heads|head|head_dim|hidden_layers|n_layer|embd|d_model|d_ff|dim|dims|theta|base|base_freq|eps|epsilon"
     r"|max_position_embeddings|n_positions|max_seq_len|factor)"
 )
 """Names of fields that have to be above zero: a model divides by them, or has none of what they count."""
-UNSET = "null"
-"""Stands in a run file for a field that is None."""
+UNSET = "null"  # stands in a run file for a field that is None
 
 
 class Prepared(NamedTuple):

@@ -34,25 +34,19 @@ from pipeline.routing import Bag, Hop, HopTotals, Standing, next_hop
 
 T = TypeVar("T")
 
-LATE = 3.0
-"""Times the usual reply: a call of a replica on trial is late then."""
+LATE = 3.0  # times the usual reply: a call of a replica on trial is late then
 SHORTEST_REST_S = 0.1
 LONGEST_REST_S = 30.0
-LEAVING_REST_S = 10.0
-"""For this long a replica that leaves is not asked again: rosters take about as long to notice."""
+LEAVING_REST_S = 10.0  # for this long a replica that leaves is not asked again: rosters take about as long to notice
 NO_ROUTE_REST_S = 2.0
 FIRST_BACKOFF_S = 0.5
 SHORTEST_SLEEP_S = 0.001
 BUSY = (Reason.FULL, Reason.GOSSIPING)
-POLL_S = 0.25
-"""How often an empty roster is looked at again."""
-PATIENCE_S = 60.0
-"""How long to wait for a replica to appear at all."""
-ATTEMPTS = 4
-"""Calls that one microbatch may lose."""
+POLL_S = 0.25  # how often an empty roster is looked at again
+PATIENCE_S = 60.0  # how long to wait for a replica to appear at all
+ATTEMPTS = 4  # calls that one microbatch may lose
 LARGEST_LOSS = 1e30
-EARLY_SHARE = 0.1
-"""An "expired" with a larger share of the budget left is untrue: clocks that run apart explain less."""
+EARLY_SHARE = 0.1  # an "expired" with a larger share of the budget left is untrue: clocks that run apart explain less
 
 
 class Expired(Exception):
@@ -122,8 +116,7 @@ class _Search:
     deadline_s: float
     losses: int = 0
     lost: set[str] = field(default_factory=set)
-    forgiving: bool = False
-    """Ask suspects and replicas that this microbatch was lost at, for there is no other."""
+    forgiving: bool = False  # ask suspects and replicas that this microbatch was lost at, for there is no other
     waits_since_s: float | None = None
     empty_since_s: float | None = None
 
@@ -135,10 +128,8 @@ class NextStage:
         self._ways, self._rng = ways, rng
         self._bag = self._evaluation_bag = Bag()
         self._standing = Standing(ways.hops)
-        self._first: asyncio.Future[None] | None = None
-        """Done once any replica has returned a gradient."""
-        self._late: set[asyncio.Task[Reply | None]] = set()
-        """Calls that no microbatch waits for any more."""
+        self._first: asyncio.Future[None] | None = None  # done once any replica has returned a gradient
+        self._late: set[asyncio.Task[Reply | None]] = set()  # calls that no microbatch waits for any more
         self._forgiving_until_s = -math.inf
         self._waits: dict[_Search, Waiting] = {}
         self._empty_since_s: float | None = None

@@ -44,8 +44,7 @@ from pipeline.decoder_slice import (
 from pipeline.forward_pass import Slice
 from pipeline.model_config import Config, Prepared, longest_sequence, prepare, tiny_config
 
-_DRAWS = ("normal_", "uniform_", "kaiming_uniform_")
-"""By which torch's modules draw their first weights."""
+_DRAWS = ("normal_", "uniform_", "kaiming_uniform_")  # by which torch's modules draw their first weights
 
 
 @contextmanager
@@ -288,8 +287,7 @@ def family_notes(config: Config) -> list[str]:
     return notes
 
 
-_tuples: dict[type, bool] = {}
-"""Of which families the layers return tuples."""
+_tuples: dict[type, bool] = {}  # of which families the layers return tuples
 
 
 def _layers_return_tuples(config: Config) -> bool:
@@ -312,8 +310,7 @@ def _whole(prepared: Prepared) -> Iterator[Any]:
         yield whole
 
 
-_verified: set[str] = set()
-"""Tiny configs, in JSON, whose families are known to run in slices."""
+_verified: set[str] = set()  # tiny configs, in JSON, whose families are known to run in slices
 
 
 @torch.no_grad()

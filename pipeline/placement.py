@@ -34,14 +34,11 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 SAME_MOMENT_S = 60.0
-MOST_AHEAD_S = 300.0
-"""A newcomer's claim may be later than ours by so much: clocks differ by minutes."""
+MOST_AHEAD_S = 300.0  # a newcomer's claim may be later than ours by so much: clocks differ by minutes
 MOST_NEWCOMERS = 256
 """Newcomers in a plan; the others stay. Strangers may claim to be any number, and each costs all peers time."""
-EQUAL_WITHIN = 1.05
-"""Capacities whose ratio is at most this count as equal."""
-MOST_BELIEVED = 8.0
-"""Times the median that a peer is believed to be faster, or slower."""
+EQUAL_WITHIN = 1.05  # capacities whose ratio is at most this count as equal
+MOST_BELIEVED = 8.0  # times the median that a peer is believed to be faster, or slower
 _LEAST_GAIN = 1e-9
 
 
@@ -195,22 +192,15 @@ def _improvement(
 
 
 GAP_REPLICAS = 0.5
-GAP_SHARE = 0.1
-"""The gap that a move must leave, in replicas and as a share of the starving stage."""
-ERRORS = 3.0
-"""Standard errors of the difference that it must leave too, where capacities are estimates."""
-AS_GOOD = 0.9
-"""A move of this share of the best one's worth is as good."""
-READINGS = 3
-"""In a row that find the same stage starving."""
-DOUBLINGS = 6
-"""Of the stay, at most."""
-MOST_READINGS = 12
-"""Readings for which a peer heeds another's announcement, or waits for the first in order."""
+GAP_SHARE = 0.1  # the gap that a move must leave, in replicas and as a share of the starving stage
+ERRORS = 3.0  # standard errors of the difference that it must leave too, where capacities are estimates
+AS_GOOD = 0.9  # a move of this share of the best one's worth is as good
+READINGS = 3  # in a row that find the same stage starving
+DOUBLINGS = 6  # of the stay, at most
+MOST_READINGS = 12  # readings for which a peer heeds another's announcement, or waits for the first in order
 MOST_KEPT = 2 * MOST_READINGS
 """Readings in which all announcements together may keep us, while no peer helps the starving stage."""
-NOT_IN_THE_LAST = 0.05
-"""The last share of a run, in which no peer moves: the copy would not pay."""
+NOT_IN_THE_LAST = 0.05  # the last share of a run, in which no peer moves: the copy would not pay
 
 
 class StagePace(NamedTuple):
@@ -309,8 +299,7 @@ def movers(claims: Sequence[StageClaim], work: Sequence[float], seed: int) -> li
     capacity = capacities(claims, work, power)
     target = min(range(len(work)), key=capacity.__getitem__)
     staying = [0] * len(work)
-    variance = [0.0] * len(work)
-    """Of the capacity, where it is estimated from a sample."""
+    variance = [0.0] * len(work)  # of the capacity, where it is estimated from a sample
     for claim in claims:
         if 0 <= claim.stage < len(work):
             variance[claim.stage] += (power[claim.peer] / work[claim.stage]) ** 2 * (1.0 - 1.0 / claim.stands_for)

@@ -35,10 +35,8 @@ from statistics import fmean, median
 from types import MappingProxyType
 from typing import NamedTuple
 
-LEAST_SHARE = 1 / 8
-"""Least speed that a replica is believed to have, as a part of the mean."""
-EQUAL_WITHIN = 1.1
-"""Device times whose ratio is at most this count as equal."""
+LEAST_SHARE = 1 / 8  # least speed that a replica is believed to have, as a part of the mean
+EQUAL_WITHIN = 1.1  # device times whose ratio is at most this count as equal
 UNPROVEN = 1.25
 """Times the typical speed that a replica counts as on its word alone: with it, one of four gets 29 % of the routes."""
 TIMES_SEEN = 2.0
@@ -176,14 +174,12 @@ def _device_times(hops: Sequence[Hop]) -> dict[str, float]:
     return times
 
 
-MOST_KNOWN = 1024
-"""Replicas whose calls are remembered."""
+MOST_KNOWN = 1024  # replicas whose calls are remembered
 FIRST_SUSPICION_S = 4.0
 TIMES_COST = 10.0
 """A suspect is left alone for so many times what its loss cost: it may take a tenth of a sender's time at most."""
 LONGEST_SUSPICION_S = 600.0
-SHORTEST_LATE_S = 0.5
-"""A refusal that comes sooner is not late: an event loop may have been busy for so long."""
+SHORTEST_LATE_S = 0.5  # a refusal that comes sooner is not late: an event loop may have been busy for so long
 USUAL_WEIGHT = 1 / 8
 SOONER_WEIGHT, LATER_WEIGHT = 1 / 2, 1 / 32
 """Of the newest reply in a replica's usual shortest, by whether it came sooner: what a device takes when none waits."""
@@ -214,12 +210,10 @@ class Standing:
         self._hops = hops
         self.reply_s: dict[str, float] = {}
         """Of each proved replica: the seconds in which its gradients come while none of them waits."""
-        self.usual_s = 0.0
-        """Seconds that a reply usually takes; 0 before the first."""
+        self.usual_s = 0.0  # seconds that a reply usually takes; 0 before the first
         self.totals: dict[str, HopTotals] = {}
         self.suspicions: dict[str, Suspicion] = {}
-        self._refusals: dict[str, float] = {}
-        """When each replica that refused may be asked again (loop seconds)."""
+        self._refusals: dict[str, float] = {}  # when each replica that refused may be asked again (loop seconds)
         self._busy: set[str] = set()
         self._gradients = 0
         self._work: dict[str, tuple[float, int | None]] = {}

@@ -35,14 +35,7 @@ class Stage(StagePasses):
     """One stage's slice and its optimiser."""
 
     def __init__(
-        self,
-        module: Slice,
-        inner: Inner,
-        settings: StageSettings,
-        *,
-        first: bool,
-        last: bool,
-        codec: str = "float32",
+        self, module: Slice, inner: Inner, settings: StageSettings, *, first: bool, last: bool, codec: str = "float32"
     ) -> None:
         coded = inner.state == "int8"
         super().__init__(module, settings, first=first, last=last, codec=codec, coded=coded)

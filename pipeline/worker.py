@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SHORT_S = 5.0
-"""A stage that ran out of memory may be asked again after so long."""
+SHORT_S = 5.0  # a stage that ran out of memory may be asked again after so long
 UNFIT_S, UNFIT_SHORTAGES = 300.0, 16
 """For how long, and how often in a row, memory runs out in a stage that does not fit; what another program has for a
 while comes back before."""
@@ -37,8 +36,7 @@ MOST_EVALUATING = 4
 """Microbatches without a backward pass that are under way from a stage. One peer evaluates at a time, one microbatch
 after another; a stranger who sends many at once shall not fill the memory, nor the device's queue before the training.
 """
-SMOOTHING = 0.1
-"""Weight of the newest microbatch in the moving average of device seconds."""
+SMOOTHING = 0.1  # weight of the newest microbatch in the moving average of device seconds
 
 
 class WorkerForward(Protocol):
@@ -116,13 +114,11 @@ class Worker:
         self._quota = EvaluationQuota() if quota is None else quota
         self._counts: Counter[str] = Counter()
         self._abandoned = False
-        self._evaluating = 0
-        """Microbatches without a backward pass that are under way from here."""
+        self._evaluating = 0  # microbatches without a backward pass that are under way from here
         self._short_since_s, self._short_in_a_row = 0.0, 0
         self.unfit = asyncio.Event()
         """Set once memory has run out for `UNFIT_S` seconds without a microbatch that succeeded."""
-        self.device_s = 0.0
-        """Device seconds a microbatch, a moving average; 0 until one has succeeded."""
+        self.device_s = 0.0  # device seconds a microbatch, a moving average; 0 until one has succeeded
 
     async def process(self, microbatch: Microbatch, sender: str) -> Reply:
         """Take a microbatch through this stage and all later ones; return its gradient, or why there is none."""

@@ -35,18 +35,15 @@ from gossip.exchange.messages import Implausible
 from gossip.rule.outer_step import Tensors
 from gossip.settings import BLOCK, Format, blocks, packed_bytes, wire_specs
 
-PIECE = 1024 * BLOCK
-"""Values worked on at a time, a whole number of blocks: 1 MiB, which stays in the cache."""
+PIECE = 1024 * BLOCK  # values worked on at a time, a whole number of blocks: 1 MiB, which stays in the cache
 DIFFERENCE = torch.bfloat16
 """The type of a difference between weights: its rounding, a 512th, is nothing beside that of what travels."""
 LARGEST_CODE = 127
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """A scale of a block of zeros, and of values too small to have a normal one."""
-NORM_RATIO = 10.0
-"""A partner's norm outside [ours / ratio, ours * ratio] is implausible."""
+NORM_RATIO = 10.0  # a partner's norm outside [ours / ratio, ours * ratio] is implausible
 NOT_FINITE = "our own weights are not finite"
-_FEW_STEPS = 2.0**21
-"""So many fit the last bits of a float32 with room to spare."""
+_FEW_STEPS = 2.0**21  # so many fit the last bits of a float32 with room to spare
 
 
 def pieces(form: Format, size: int, longest: int = PIECE) -> Iterator[slice]:

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-NOTHING = -1
-"""The version of weights that one does not hold."""
+NOTHING = -1  # the version of weights that one does not hold
 LARGEST_COUNT = 2**48
 """The largest count of rounds and steps: more than any run takes, and few enough to go on counting from."""
 

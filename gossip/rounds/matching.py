@@ -31,23 +31,15 @@ from gossip.interface import Candidate, RoundProgress
 from gossip.rule.outer_step import LIFT_BOUND
 from gossip.settings import OuterConfig, RoundTimeouts
 
-GREEDY_AT_MOST = 200
-"""Replicas of a stage up to which the whole greedy matching is computed (19 900 pairs)."""
-PICKY_SHARE = 0.5
-"""Share of the time between two openings after which anybody will do."""
-_LOW_31 = 2**31 - 1
-"""The bits that a shift of 64 bits by 33 leaves; a signed shift copies the sign into the rest."""
+GREEDY_AT_MOST = 200  # replicas of a stage up to which the whole greedy matching is computed (19 900 pairs)
+PICKY_SHARE = 0.5  # share of the time between two openings after which anybody will do
+_LOW_31 = 2**31 - 1  # the bits that a shift of 64 bits by 33 leaves; a signed shift copies the sign into the rest
 _SIGN = -(2**63)
-SOON_S = 0.25
-"""When to ask a peer again that is only waiting for an answer."""
-ASKED_AT_MOST = 32
-"""Preferences that are followed in one round; the others may still ask us."""
-TOLERANCE = 0.1
-"""Share of a measured speed within which two speeds count as equal."""
-LARGEST_MULTIPLE = 8.0
-"""How many times the stage's median the highest speed may be that is believed."""
-SLACK_S = 1e-3
-"""Times nearer than this are equal: a timer may fire a little early."""
+SOON_S = 0.25  # when to ask a peer again that is only waiting for an answer
+ASKED_AT_MOST = 32  # preferences that are followed in one round; the others may still ask us
+TOLERANCE = 0.1  # share of a measured speed within which two speeds count as equal
+LARGEST_MULTIPLE = 8.0  # how many times the stage's median the highest speed may be that is believed
+SLACK_S = 1e-3  # times nearer than this are equal: a timer may fire a little early
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,8 +271,7 @@ class RoundSchedule:
         self._opened_at = inner_steps
         self._seconds_per_step: float | None = None
         self.inner_steps = inner_steps
-        self.of_fastest = inner_steps_per_round
-        """Inner steps that the fastest replica takes in a round now."""
+        self.of_fastest = inner_steps_per_round  # inner steps that the fastest replica takes in a round now
         self.round = self.finished = rounds
         self.skipped_in_a_row = 0
         self.healed = 0

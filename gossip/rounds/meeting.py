@@ -22,14 +22,7 @@ from typing import NamedTuple
 from gossip.exchange.codec import Sides
 from gossip.exchange.messages import Accept, Decline, Implausible, Probe, Propose, Weights
 from gossip.exchange.swap import check_own, check_probe, conclude, gap, size_bytes, swap
-from gossip.interface import (
-    Conversation,
-    GossipReplica,
-    MeetingLost,
-    OuterStepTaken,
-    PartnerTooStale,
-    RoundContext,
-)
+from gossip.interface import Conversation, GossipReplica, MeetingLost, OuterStepTaken, PartnerTooStale, RoundContext
 from gossip.rounds.matching import ASKED_AT_MOST, answer
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, Step
 from gossip.rounds.round_state import Meeting, PendingStep, Prefetch, RoundState, now

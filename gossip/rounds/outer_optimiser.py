@@ -111,8 +111,7 @@ class OuterOptimiser:
         self._replica, self._from_zero = replica, from_zero
         self._compute, self._partners = compute, partners
         self._coordinates = probe_coordinates(seed, [tensor.numel() for tensor in state.slow])
-        self.state = _of_rule(state, settings.alpha)
-        """Its tensors move with the next step."""
+        self.state = _of_rule(state, settings.alpha)  # its tensors move with the next step
         self._fast_bound, self._slow_bound = (InfluenceBound(returned=returned, from_zero=from_zero) for _ in range(2))
         """Of the fast and of the slow weights that partners bring."""
         self.version = 0

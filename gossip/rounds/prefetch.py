@@ -109,10 +109,7 @@ class SlowWeightPrefetcher:
         self._asking = peer
         again_s = patience.sleep_s
         try:
-            async with (
-                asyncio.timeout(patience.answer_s) as deadline,
-                self._context.converse(peer) as conversation,
-            ):
+            async with asyncio.timeout(patience.answer_s) as deadline, self._context.converse(peer) as conversation:
                 await conversation.send(ProposePrefetch())
                 reply = await conversation.receive()
                 self._asking = None

@@ -21,14 +21,10 @@ from gossip.rounds.outer_optimiser import Snapshot, Step
 from gossip.rule.outer_step import DISOWNED, Tensors, WeightAge, staleness
 from gossip.settings import OuterConfig
 
-POLL_S = 1.0
-"""How often the last round looks whether anybody is left."""
-LATE_AT_MOST = 4
-"""Exchanges in a row that ran out of time, each of which doubles the time of the next."""
-VAIN_AT_MOST = 3
-"""Meetings without a step of ours that one partner may have in a round; more are no accident."""
-MOST_MET = 256
-"""Partners that are remembered to have been met."""
+POLL_S = 1.0  # how often the last round looks whether anybody is left
+LATE_AT_MOST = 4  # exchanges in a row that ran out of time, each of which doubles the time of the next
+VAIN_AT_MOST = 3  # meetings without a step of ours that one partner may have in a round; more are no accident
+MOST_MET = 256  # partners that are remembered to have been met
 COUNTED = (
     *("met", "solo", "skipped", "lost", "implausible", "clipped", "retaken"),
     *("adopted", "too_stale", "sent_ahead", "spared"),
@@ -171,8 +167,7 @@ class RoundState:
         self.rng = random.Random(f"{context.seed}|jitter|{me}")
         self.queue = PartnerQueue(self.timeouts, self.rng)
         self.counts: Counter[str] = Counter()
-        self.silence = ""
-        """Why the last partner that did not answer did not."""
+        self.silence = ""  # why the last partner that did not answer did not
         self.pause = asyncio.Lock()
         self.phase: Phase = CLOSED
         self.leaving = False
@@ -184,8 +179,7 @@ class RoundState:
         """The partners of meetings that ended in a step of ours, the latest last."""
         self._vain_meetings: Counter[str] = Counter()
         """By partner, the meetings of this round that ended without a step of ours."""
-        self._late = 0
-        """Recent exchanges that ran out of time, less those that did not."""
+        self._late = 0  # recent exchanges that ran out of time, less those that did not
         self._changed = asyncio.Event()
 
     @property

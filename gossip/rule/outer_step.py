@@ -49,10 +49,8 @@ from gossip.rule.stability import MOST
 
 Tensors = tuple[Tensor, ...]
 
-DISOWNED = -1
-"""The last meeting of weights that their own replica has found to be worth nothing."""
-ROUND_BOUND = 4
-"""Rounds that replicas of a stage may honestly be apart."""
+DISOWNED = -1  # the last meeting of weights that their own replica has found to be worth nothing
+ROUND_BOUND = 4  # rounds that replicas of a stage may honestly be apart
 LIFT_BOUND = 1
 """Rounds that claims alone may lift a replica by at an opening: what one that meets nobody falls behind by."""
 

@@ -38,10 +38,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-MOST = 4.0
-"""How many times its partner's share in a mean a replica's share may be."""
-_FINENESS = 1.04
-"""Ratio of neighbouring gammas that are tried for the lowest edge."""
+MOST = 4.0  # how many times its partner's share in a mean a replica's share may be
+_FINENESS = 1.04  # ratio of neighbouring gammas that are tried for the lowest edge
 
 _Matrix = list[list[float]]
 

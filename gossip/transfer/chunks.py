@@ -81,8 +81,7 @@ class StateCut:
     """The cut of every section. `weights`: bytes of each weight; `moments`: of one moment of each, None for as many."""
 
     def __init__(self, weights: Sequence[int], moments: Sequence[int] | None = None) -> None:
-        self.spans = cut(weights)
-        """Of the weights; all sections have their number and units."""
+        self.spans = cut(weights)  # of the weights; all sections have their number and units
         self._moments = self.spans
         if moments is not None and tuple(moments) != tuple(weights):
             shares = tuple(zip(moments, weights, strict=True))

@@ -168,11 +168,9 @@ class Donor:
         self._provide, self._compute, self._terms = provide, compute, terms
         self._cut = StateCut([4 * prod(shape) for shape in shapes], moments)
         self._copies: dict[str, _Copy] = {}
-        self._under_way: Counter[str] = Counter()
-        """Pieces on their way, by the name of their copy."""
+        self._under_way: Counter[str] = Counter()  # pieces on their way, by the name of their copy
         self._freezing, self._asking = asyncio.Lock(), asyncio.Lock()
-        self._norm: tuple[int, float] | None = None
-        """A round, and the norm of its slow weights."""
+        self._norm: tuple[int, float] | None = None  # a round, and the norm of its slow weights
         self._timer: asyncio.TimerHandle | None = None
         self._again_s = 0.0
         self._slots = DonorSlots(terms.deadline_s / TURNS)

@@ -181,8 +181,7 @@ class DonorQueue:
         self._pass = deque(order)
         self._passes_left = passes - 1
         self._causes: dict[str, str] = {}
-        self._waits: dict[str, float] = {}
-        """Seconds for which to leave each busy donor alone."""
+        self._waits: dict[str, float] = {}  # seconds for which to leave each busy donor alone
 
     def next(self) -> Turn | None:
         """Return the next turn; None if no donor is left to ask."""

@@ -35,14 +35,11 @@ PATIENCE_S = 20.0
 FOR_LOOKERS = ("run", "reached", "doctor", "state", "snapshot", "tokenizer")
 """The topics of a peer that may only look; all others are for peers that train."""
 LIST_LIFETIME_S = 600.0
-ENOUGH_COPIES = 8
-"""So many copies of the list in the DHT are enough."""
-GRACE_S = 600.0
-"""We go on so long with an expired ticket while no signing peer answers."""
+ENOUGH_COPIES = 8  # so many copies of the list in the DHT are enough
+GRACE_S = 600.0  # we go on so long with an expired ticket while no signing peer answers
 SHOWN_EVERY_S = 15.0
 """So often a ticket is shown again, to one peer after the other: a peer that is shut out reads no list in the DHT."""
-MOST_TRIES = 4
-"""Tickets of ours that are tried, one after the other, where they are refused."""
+MOST_TRIES = 4  # tickets of ours that are tried, one after the other, where they are refused
 _MOST_WELCOMES = 8192
 
 
@@ -77,8 +74,7 @@ class AdmissionHook(NetworkHook):
         self._welcomes: dict[str, bytes] = {}
         """Which ticket of ours each peer has taken last; another one is shown anew."""
         self._answers = False
-        self._list_told: tuple[bytes, float] = b"", 0.0
-        """The list that we have published last, and when (loop seconds)."""
+        self._list_told: tuple[bytes, float] = b"", 0.0  # the list that we have published last, and when (loop seconds)
         self._expired_since_s: float | None = None
 
     async def enter(self, peers: Sequence[str]) -> None:

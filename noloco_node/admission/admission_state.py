@@ -37,10 +37,8 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.tasks import loop_s
 from noloco_node.units import format_duration
 
-MOST_SHOWN = 8192
-"""Tickets of peers that train, which are remembered."""
-MOST_LOOKERS = 1024
-"""Tickets of peers that only look: in a table of their own, so that they push no member out."""
+MOST_SHOWN = 8192  # tickets of peers that train, which are remembered
+MOST_LOOKERS = 1024  # tickets of peers that only look: in a table of their own, so that they push no member out
 MOST_TRIED = 8
 """Tickets that a peer may show in calls in a minute and that are new to us: we verify up to four signatures of each."""
 LISTED = "listed"
@@ -54,10 +52,8 @@ RENEW_S = 7 * 86400.0
 delegate signs end with its own."""
 MOST_PAUSE_S, LEAST_PAUSE_S = 3600.0, 30.0
 """Between two looks at how long ours still lives, or two requests for another: a quarter of what is left of it."""
-SILENCE_S = 10.0
-"""No signing peer is asked again for so long after none has answered."""
-SAID_AGAIN = 0.5
-"""A warning is repeated when only this share is left of the time that the last one named."""
+SILENCE_S = 10.0  # no signing peer is asked again for so long after none has answered
+SAID_AGAIN = 0.5  # a warning is repeated when only this share is left of the time that the last one named
 
 
 class AdmissionState:
@@ -66,17 +62,13 @@ class AdmissionState:
     def __init__(self, run: str, unix_time: Callable[[], float]) -> None:
         self.run, self._unix_time = run, unix_time
         self.revocations: RevocationList | None = None
-        self.raw_revocations = b""
-        """The list as it travels."""
-        self.own: HeldTicket | None = None
-        """The ticket that we hold ourselves; None before we have one."""
+        self.raw_revocations = b""  # the list as it travels
+        self.own: HeldTicket | None = None  # the ticket that we hold ourselves; None before we have one
         self._owner: bytes | None = None
         self._rule = ""
-        self._shown: dict[str, tuple[bytes, TicketFacts]] = {}
-        """The peer that has shown its ticket last comes last."""
+        self._shown: dict[str, tuple[bytes, TicketFacts]] = {}  # the peer that has shown its ticket last comes last
         self._lookers: dict[str, tuple[bytes, TicketFacts]] = {}
-        self._holders: dict[bytes, str] = {}
-        """The peer that showed each single-use invite first."""
+        self._holders: dict[bytes, str] = {}  # the peer that showed each single-use invite first
         self._minute, self._tried = 0, Counter[str]()
         """The minute of the clock, and how many tickets each peer has shown in it that we did not know."""
 
@@ -270,10 +262,8 @@ class HeldTicket:
     ) -> None:
         self._unix_time, self._own, self._ask, self._keep = unix_time, own, ask, keep
         self._turn = asyncio.Lock()
-        self._refused: set[bytes] = set()
-        """Tickets that were refused since we last renewed ours."""
-        self._silent_s = float("-inf")
-        """When a request was answered by nobody (loop seconds)."""
+        self._refused: set[bytes] = set()  # tickets that were refused since we last renewed ours
+        self._silent_s = float("-inf")  # when a request was answered by nobody (loop seconds)
         self.raw = b""
 
     @classmethod

@@ -10,14 +10,14 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission.ticket import MOST_REVOKED, encode_list, signed_list
-from noloco_node.errors import UserError, config_error, reason_of, storage_error, usage_error
+from noloco_node.errors import config_error, os_errors_as, reason_of, storage_error, usage_error
 from noloco_node.storage import atomic_file
 
 
@@ -62,10 +62,8 @@ def save_key(run: Path, key: Ed25519PrivateKey) -> None:
     path = key_file(run)
     if path.exists():
         return
-    try:
+    with _unusable(path):
         atomic_file.write(path, key.private_bytes_raw().hex().encode() + b"\n")
-    except OSError as error:
-        raise _unusable(path, error) from error
 
 
 def load_key(run: Path) -> Ed25519PrivateKey:
@@ -84,11 +82,10 @@ def load_key(run: Path) -> Ed25519PrivateKey:
 def load_members(run: Path) -> MemberList:
     """Return the owner's list, empty where there is none yet; `UserError` where it is damaged."""
     path = members_file(run)
-    try:
+    with _unusable(path):
         raw = path.read_bytes() if path.is_file() else b""
+    try:
         return msgspec.json.decode(raw, type=MemberList) if raw else MemberList()
-    except OSError as error:
-        raise _unusable(path, error) from error
     except msgspec.MsgspecError as error:
         raise config_error(
             f"The owner's list {path} is damaged.",
@@ -103,10 +100,8 @@ def alone_with_members(run: Path) -> Iterator[None]:
 
     The lock is on the key, for the list itself is replaced by each change.
     """
-    try:
+    with _unusable(key_file(run)):
         file = os.open(key_file(run), os.O_RDONLY)
-    except OSError as error:
-        raise _unusable(key_file(run), error) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -115,10 +110,8 @@ def alone_with_members(run: Path) -> Iterator[None]:
 
 
 def save_members(run: Path, members: MemberList) -> None:
-    try:
+    with _unusable(members_file(run)):
         atomic_file.write(members_file(run), msgspec.json.format(msgspec.json.encode(members)), public=True)
-    except OSError as error:
-        raise _unusable(members_file(run), error) from error
 
 
 def with_revoked(
@@ -137,7 +130,6 @@ def with_revoked(
     return msgspec.structs.replace(members, revoked=kept, number=number, signed=encode_list(found))
 
 
-def _unusable(path: Path, error: OSError) -> UserError:
-    return storage_error(
-        f"{path} cannot be read or written.", why=reason_of(error), hint="a run file in a directory that is yours"
-    )
+def _unusable(path: Path) -> AbstractContextManager[None]:
+    what = f"{path} cannot be read or written."
+    return os_errors_as(storage_error, what, "a run file in a directory that is yours")

@@ -32,9 +32,12 @@ from enum import IntFlag
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
+import base58
 import msgspec
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from noloco_node.network.wire import decoded
 
 KEY_BYTES = 32
 _LONGEST_ID = 64
@@ -42,26 +45,22 @@ ID_HEADER: Final = bytes((0x00, 0x24, 0x08, 0x01, 0x12, 0x20))
 """Multihash: identity, 36 bytes; protobuf: key type Ed25519, 32 bytes follow."""
 KEY_HEADER: Final = bytes((0x08, 0x01, 0x12, 0x40))
 """Protobuf: key type Ed25519, 64 bytes follow: the seed, and the public key."""
-_LETTERS = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
-_DIGITS = {letter: value for value, letter in enumerate(_LETTERS)}
 
 
 @functools.lru_cache(maxsize=4096)
 def key_of(peer: str) -> bytes | None:
     """Return the public key that a peer id is; None for ids of other kinds, and for what is no id."""
-    raw = _decoded(peer)
-    if raw is None or not raw.startswith(ID_HEADER) or len(raw) != len(ID_HEADER) + KEY_BYTES:
+    if len(peer) > _LONGEST_ID or not peer.isalnum():
         return None
-    return raw[len(ID_HEADER) :]
+    try:
+        raw = base58.b58decode(peer)
+    except ValueError:
+        return None
+    return raw[len(ID_HEADER) :] if raw.startswith(ID_HEADER) and len(raw) == len(ID_HEADER) + KEY_BYTES else None
 
 
 def peer_of(key: bytes) -> str:
-    raw = ID_HEADER + key
-    number, text = int.from_bytes(raw, "big"), ""
-    while number:
-        number, digit = divmod(number, 58)
-        text = _LETTERS[digit] + text
-    return "1" * (len(raw) - len(raw.lstrip(b"\0"))) + text
+    return base58.b58encode(ID_HEADER + key).decode()
 
 
 def read_key(identity: Path) -> Ed25519PrivateKey | None:
@@ -86,28 +85,13 @@ def is_signed_by(key: bytes, signature: bytes, told: bytes) -> bool:
     return True
 
 
-def _decoded(text: str) -> bytes | None:
-    if not 0 < len(text) <= _LONGEST_ID:
-        return None
-    number = 0
-    for letter in text:
-        value = _DIGITS.get(letter)
-        if value is None:
-            return None
-        number = 58 * number + value
-    zeros = len(text) - len(text.lstrip("1"))
-    return bytes(zeros) + number.to_bytes((number.bit_length() + 7) // 8, "big")
-
-
 MOST_GRANTS = 4
 TICKET_BYTES = 512
 SIGNATURE_BYTES = 64
 LATEST_UNIX_S = 2**40
-LOOK_S = 3600
-"""A temporary identity may look for so long."""
+LOOK_S = 3600  # a temporary identity may look for so long
 MOST_REVOKED = 128
-LIST_BYTES = 7 * 1024
-"""A record of the DHT holds a list of revocations."""
+LIST_BYTES = 7 * 1024  # a record of the DHT holds a list of revocations
 _CREDENTIAL_CHARACTERS = 2 * TICKET_BYTES
 _GRANT_PURPOSE = b"noloco grant 1\x00"
 _LIST_PURPOSE = b"noloco revocations 1\x00"
@@ -116,14 +100,10 @@ _LIST_PURPOSE = b"noloco revocations 1\x00"
 class Right(IntFlag):
     """What a key may do in a run."""
 
-    LOOK = 1
-    """Read: the run file, the roster, weights."""
-    TRAIN = 2
-    """Take part: publish records, and call replicas."""
-    SIGN = 4
-    """Sign grants for others."""
-    ONCE = 8
-    """Sign one grant, for one identity: a single-use invite's key."""
+    LOOK = 1  # read: the run file, the roster, weights
+    TRAIN = 2  # take part: publish records, and call replicas
+    SIGN = 4  # sign grants for others
+    ONCE = 8  # sign one grant, for one identity: a single-use invite's key
 
 
 MEMBER = Right.LOOK | Right.TRAIN
@@ -301,11 +281,8 @@ def encode_list(revocations: RevocationList) -> bytes:
 
 def decode_list(raw: bytes, owner: bytes, run: str) -> RevocationList | None:
     """Return the list that a stranger sent, if the owner of the run has signed it."""
-    if len(raw) > LIST_BYTES:
-        return None
-    try:
-        found = msgspec.msgpack.decode(raw, type=RevocationList)
-    except (msgspec.MsgspecError, RecursionError):
+    found = decoded(raw, RevocationList, LIST_BYTES)
+    if found is None:
         return None
     possible = 0 <= found.number < 2**63 and len(found.revoked) <= MOST_REVOKED
     possible = possible and all(len(key) == KEY_BYTES and 0 <= until < 2**63 for key, until in found.revoked.items())

@@ -39,19 +39,13 @@ from noloco_node.units import Count
 TOPIC = "ticket"
 PATIENCE_S = 20.0
 TICKETS_A_PREFIX = 32
-REFILL_S = 600.0
-"""After so long a prefix may have one ticket more."""
-LOOKS_A_PREFIX, LOOK_REFILL_S = 64, 60.0
-"""The same bounds for tickets that only let a peer look."""
+REFILL_S = 600.0  # after so long a prefix may have one ticket more
+LOOKS_A_PREFIX, LOOK_REFILL_S = 64, 60.0  # the same bounds for tickets that only let a peer look
 WORK_BITS = 20
-LOOK_BITS = 14
-"""For a ticket that only lets a peer look: some hundredths of a second."""
-OPEN_DAYS = 14
-"""A ticket of an open run lasts so long. Its holder asks for another one after half of that (`RENEW_S`)."""
-MOST_PREFIXES = 4096
-"""Remembered at a time, and as many networks."""
-LOOKED_AT = 64
-"""Prefixes that are looked at to make room for another."""
+LOOK_BITS = 14  # for a ticket that only lets a peer look: some hundredths of a second
+OPEN_DAYS = 14  # a ticket of an open run lasts so long. Its holder asks for another one after half of that (`RENEW_S`)
+MOST_PREFIXES = 4096  # remembered at a time, and as many networks
+LOOKED_AT = 64  # prefixes that are looked at to make room for another
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,10 +179,7 @@ class TicketService:
     def _open_refusal(self, conversation: Conversation, request: TicketRequest, unix_s: float) -> str:
         """Say why an open run gives a peer no ticket, empty where it gives one."""
         run, peer = self._state.run, conversation.peer
-        worked = (
-            is_work(run, peer, request.nonce) if request.trains else is_work(run, peer, request.nonce, bits=LOOK_BITS)
-        )
-        if not worked:
+        if not is_work(run, peer, request.nonce, WORK_BITS if request.trains else LOOK_BITS):
             return "the work for a ticket was not done"
         right, quota = (Right.TRAIN, self._quota) if request.trains else (Right.LOOK, self._looks)
         if right in self._state.rights(peer) or quota.take(prefix_of(conversation.origin), unix_s):

@@ -142,10 +142,8 @@ class ForeignStage:
         self.due: Callable[[], object] | None = None
         self.loss_said: float | None = None
         self._is_counted = False
-        self.returned: object = None
-        """What the last inner step returned."""
-        self.error: BaseException | None = None
-        """What the last inner step raised."""
+        self.returned: object = None  # what the last inner step returned
+        self.error: BaseException | None = None  # what the last inner step raised
 
     @property
     def has_news(self) -> bool:

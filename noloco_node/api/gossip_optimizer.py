@@ -7,17 +7,9 @@ from functools import partial
 from os import PathLike
 from typing import Any, ClassVar, Unpack
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
-from noloco_node.api.foreign_stage import (
-    ForeignHost,
-    ForeignStage,
-    StepSignal,
-    check_frozen,
-    check_module,
-    trained_parameters,
-)
+from noloco_node.api import foreign_stage
 from noloco_node.api.peer import Leaves, NodeThread, PeerOptions, at_exit, parsed
 from noloco_node.api.training_thread import IterationClock, TrainingThread
 from noloco_node.cli.host_machine import Machine, MachineRequest
@@ -26,7 +18,7 @@ from noloco_node.planning.foreign_layout import foreign_layout
 from noloco_node.run.peer_state import PeerState
 
 
-class GossipOptimizer(Leaves, torch.optim.Optimizer):
+class GossipOptimizer(Leaves, optim.Optimizer):
     """Wraps an optimiser: `step` also counts the step for the run, and lets rounds with other peers move the weights.
 
     What requires a gradient in `module` is exchanged; its order in the optimiser is of no matter. Weights change inside
@@ -42,21 +34,20 @@ class GossipOptimizer(Leaves, torch.optim.Optimizer):
     """`torch.amp.GradScaler` looks for values that are not finite itself, and then leaves the step out."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        module: nn.Module,
-        invite: str | PathLike[str],
-        **options: Unpack[PeerOptions],
+        self, optimizer: optim.Optimizer, module: nn.Module, invite: str | PathLike[str], **options: Unpack[PeerOptions]
     ) -> None:
         """Join the run of an invite (its text, a file that holds it, or a home that keeps one) with a module."""
         self._inner = optimizer  # first: what this class has not, the wrapped optimiser has
         self._refuse_second()
-        parameters = trained_parameters(module)
+        parameters = foreign_stage.trained_parameters(module)
         _check_optimised(parameters, optimizer)
-        found, read = parsed(invite, {**options, "stage": 0, "device": _device_name(parameters)})
+        device = next(iter(parameters.values())).device
+        # The journal names the device, with its energy; a kind that a node does not know stands as the CPU.
+        named = str(device) if device.type in ("cpu", "cuda", "mps") else "cpu"
+        found, read = parsed(invite, {**options, "stage": 0, "device": named})
         self._training, self._clock = TrainingThread(), IterationClock()
-        self._stage: ForeignStage | None = None
-        self._signal: StepSignal | None = None
+        self._stage: foreign_stage.ForeignStage | None = None
+        self._signal: foreign_stage.StepSignal | None = None
         self._node = NodeThread(found, read, partial(self._prepare, module, parameters), self._training.wake)
         GossipOptimizer._alive = self
         at_exit(self._end)
@@ -188,11 +179,11 @@ class GossipOptimizer(Leaves, torch.optim.Optimizer):
                 "noloco_node.join(invite, stages=...), with what builds them",
             )
         (shapes,) = layout.shapes
-        check_module(shapes, parameters)
-        check_frozen(run, module)
-        stage = self._stage = ForeignStage([parameters[name] for name in shapes], self._clock)
-        signal = self._signal = StepSignal(run, stage)
-        return Machine(layout, partial(ForeignHost, request, stage, self._training, self._clock, signal))
+        foreign_stage.check_module(shapes, parameters)
+        foreign_stage.check_frozen(run, module)
+        stage = self._stage = foreign_stage.ForeignStage([parameters[name] for name in shapes], self._clock)
+        signal = self._signal = foreign_stage.StepSignal(run, stage)
+        return Machine(layout, partial(foreign_stage.ForeignHost, request, stage, self._training, self._clock, signal))
 
     def _refuse_second(self) -> None:
         if GossipOptimizer._alive is not None and GossipOptimizer._alive._node.is_ours:
@@ -224,13 +215,7 @@ class GossipOptimizer(Leaves, torch.optim.Optimizer):
             )
 
 
-def _device_name(parameters: Mapping[str, nn.Parameter]) -> str:
-    """Return the device that the journal names, with its energy; the CPU for a kind that a node does not know."""
-    device = next(iter(parameters.values())).device
-    return str(device) if device.type in ("cpu", "cuda", "mps") else "cpu"
-
-
-def _check_optimised(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+def _check_optimised(parameters: Mapping[str, nn.Parameter], optimizer: optim.Optimizer) -> None:
     """Raise `UserError` that names a parameter which requires a gradient and is in no group of the optimiser."""
     optimised = {id(each) for group in optimizer.param_groups for each in group["params"]}
     for name, each in parameters.items():

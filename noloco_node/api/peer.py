@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
     from noloco_node.cli.join import PrepareMachine
 
-STAYS_S = 10.0**9
-"""A peer serves its weights until it is asked to leave."""
+STAYS_S = 10.0**9  # a peer serves its weights until it is asked to leave
 
 
 class PeerOptions(TypedDict, total=False):
@@ -92,11 +91,9 @@ class NodeThread(LoopThread[None]):
         prepare: PrepareMachine | None = None,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        self.state: PeerState | None = None
-        """The state that the node announces; None until it has found the run."""
+        self.state: PeerState | None = None  # the state that the node announces; None until it has found the run
         self.run_is_over = False
-        self.has_finished = threading.Event()
-        """Set once the run is over, or the node has ended."""
+        self.has_finished = threading.Event()  # set once the run is over, or the node has ended
         self._departure: Departure | None = None
         self._changed, self._leaves = changed, False
 
@@ -219,10 +216,7 @@ class JoinedPeer(Leaves):
 
 
 def join(
-    invite: str | PathLike[str],
-    *,
-    stages: Callable[[int], nn.Module] | None = None,
-    **options: Unpack[OwnModelOptions],
+    invite: str | PathLike[str], *, stages: Callable[[int], nn.Module] | None = None, **options: Unpack[OwnModelOptions]
 ) -> JoinedPeer:
     """Begin a node in this process: it takes a stage of the run and trains, like `noloco-node join`.
 

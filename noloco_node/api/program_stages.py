@@ -25,8 +25,7 @@ from pipeline.forward_pass import Slice, StageSettings
 from pipeline.stage import Stage
 
 BuildStage: TypeAlias = Callable[[int], nn.Module]
-_TOKENS = 2
-"""Of the one sequence on which a stage is tried."""
+_TOKENS = 2  # of the one sequence on which a stage is tried
 
 
 def stage_parameters(stage: int, module: nn.Module) -> dict[str, nn.Parameter]:

@@ -16,7 +16,7 @@ from torch import nn
 from gossip.settings import OuterConfig
 from noloco_node.api.foreign_stage import listed_frozen, trained_parameters
 from noloco_node.api.program_stages import stage_parameters, tokens, tried
-from noloco_node.errors import config_error, reason_of, storage_error
+from noloco_node.errors import config_error, os_errors_as, storage_error
 from noloco_node.run.fields import toml
 from noloco_node.run.presets import check_free, check_named, write_text
 from noloco_node.run.runfile import decode_run
@@ -169,8 +169,6 @@ def _foreign(model: nn.Module | Sequence[nn.Module], parameters: Mapping[str, nn
 
 def _write_weights(path: Path, parameters: Mapping[str, nn.Parameter]) -> None:
     values = {name: each.detach().to("cpu", torch.float32).contiguous() for name, each in parameters.items()}
-    try:
+    what = f"The weights cannot be written to {path}."
+    with os_errors_as(storage_error, what, "free some space, or another directory"):
         atomic_file.write_tensors(path, [atomic_file.array(name, each) for name, each in values.items()], "")
-    except OSError as error:
-        hint = "free some space, or another directory"
-        raise storage_error(f"The weights cannot be written to {path}.", reason_of(error), hint) from error

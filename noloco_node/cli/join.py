@@ -42,7 +42,7 @@ from noloco_node.observe.swarm_view import short
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, slowest_bytes_per_s
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import check_text
-from noloco_node.storage.home import Home, RunPaths
+from noloco_node.storage.home import Home
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.access import RunAccess, connected
 from noloco_node.swarm.invite import KeptInvite, met_before, not_ours
@@ -122,8 +122,11 @@ async def take_part(
         closing(LiveCurves(options.curves, checked_name(options.name), home.curves, warn)) as curves,
         closing(Bar()) as bar,
     ):
-        paths = home.enter(invite.digest)
-        _say_other_runs(paths)
+        others = home.enter(invite.digest).other_runs()
+        if others.number:  # no node removes them
+            size, place = format_bytes(others.size_bytes), home.run(invite.digest).path.parent
+            kept = f"this home keeps {size} of other runs ({others.number}) below {place}"
+            say(f"{kept}; you may remove a directory there")
         access = RunAccess(invite, MEMBER, home.path)
         settings, known_peers = _network_settings(access, options, home), KnownPeers()
         met = met_before(invite, home)
@@ -144,17 +147,7 @@ async def take_part(
             reporter = Reporter(record=recorder.record, say=say, draw=bar.draw, warn=warn)
             asked = [each.peer for each in met]
             participant = _Participant(
-                access,
-                options,
-                home,
-                paths,
-                torch_device,
-                reporter,
-                leaving,
-                views,
-                sessions,
-                asked,
-                prepare or machine_for,
+                access, options, home, torch_device, reporter, leaving, views, sessions, asked, prepare or machine_for
             )
             await live_in_sessions(
                 sessions, leaving, lambda: connected(settings, known_peers), participant.take_part, say
@@ -202,7 +195,6 @@ class _Participant:
     access: RunAccess
     options: JoinOptions
     home: Home
-    paths: RunPaths
     torch_device: torch.device
     reporter: Reporter
     leaving: Departure
@@ -225,7 +217,7 @@ class _Participant:
         self.run = self.run or await self._fetch_run(network)
         recipe, machine = self.run
         self.sessions.share_with_rounds(GOSSIP, recipe.run.outer.line_share)
-        history = RunHistory(self.paths.run_history, recipe.digest, say)
+        history = RunHistory(self.home.run(recipe.digest).run_history, recipe.digest, say)
         with closing(machine.host(network.peer_id)) as host:
             await network.serve(HISTORY_TOPIC, HISTORY_SCHEMA, history.serve)
             asked, options = self._asked(network), self.options
@@ -276,16 +268,16 @@ class _Participant:
         for line in without_effect(options, recipe.run):
             warn(line)
         await asyncio.to_thread(check_download, recipe.run.model, options.most_disk_bytes)
-        for place in (self.paths, self.home):
+        paths = self.home.run(recipe.digest)
+        for place in (paths, self.home):
             place.keep_run_file(recipe.text)
-        request = MachineRequest(options, self.paths, self.torch_device, recipe)
+        request = MachineRequest(options, paths, self.torch_device, recipe)
         machine = await asyncio.to_thread(self.prepare, request)
         shapes_of = enumerate(machine.dimensions.shapes)
         sizes = {stage: 4 * sum(map(prod, shapes.values())) for stage, shapes in shapes_of}
         wished = {stage: size for stage, size in sizes.items() if stage == options.stage}
-        if (
-            full := require_disk(self.paths, wished or sizes, options.keep, keeps_best=recipe.run.keeps_best)
-        ) is not None:
+        full = require_disk(paths, wished or sizes, options.keep, keeps_best=recipe.run.keeps_best)
+        if full is not None:
             warn(full)
         return recipe, machine
 
@@ -298,14 +290,6 @@ def without_effect(options: JoinOptions, run: RunConfig) -> Iterator[str]:
         yield "--sample writes no text: no peer of a run of several stages holds the whole model"
     if options.keep_snapshots and run.pipeline.stages == 1:
         yield "--keep-snapshots keeps nothing: this run has one stage, and any replica's checkpoint brings it back"
-
-
-def _say_other_runs(paths: RunPaths) -> None:
-    """Say how much a home keeps of other runs, if anything: no node removes that."""
-    others = paths.other_runs()
-    if others.number:
-        size, place = format_bytes(others.size_bytes), paths.path.parent
-        say(f"this home keeps {size} of other runs ({others.number}) below {place}; you may remove a directory there")
 
 
 def _network_settings(access: RunAccess, options: JoinOptions, home: Home) -> NetworkSettings:

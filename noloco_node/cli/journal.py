@@ -27,8 +27,7 @@ def me(
 def export_journal(
     out: Annotated[Path, typer.Option("--out", metavar="PATH", help="New file; for curves a new directory.")],
     homes: Annotated[
-        list[Path],
-        typer.Argument(metavar="DIR", help="Homes of nodes, or directories that hold such homes."),
+        list[Path], typer.Argument(metavar="DIR", help="Homes of nodes, or directories that hold such homes.")
     ],
     kind: Annotated[str, typer.Option("--to", help="csv, parquet, tensorboard, or wandb (offline).")] = "csv",
 ) -> None:

@@ -15,15 +15,7 @@ import msgspec
 import typer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from noloco_node.admission.owner_files import (
-    IssuedEntry,
-    MemberList,
-    alone_with_members,
-    load_key,
-    load_members,
-    save_members,
-    with_revoked,
-)
+from noloco_node.admission import owner_files
 from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, grant, key_of, peer_of
 from noloco_node.admission.ticket_service import OPEN_DAYS
 from noloco_node.cli.options import default_home, invite_text
@@ -106,10 +98,10 @@ def administer(action: MemberAction, options: MemberOptions) -> str:
             "`noloco-node init --admission RULE` makes a key and a run file that names it",
         )
     if action is MemberAction.LIST:
-        return _listed(load_members(options.run), time.time())
+        return _listed(owner_files.load_members(options.run), time.time())
     key = load_owner_key(options.run, recipe.run.admission)
     given = _given_invite(options, recipe.digest)  # a refusal comes before anything is written
-    with alone_with_members(options.run):
+    with owner_files.alone_with_members(options.run):
         if action is MemberAction.INVITE:
             return _invite(options, recipe, key, given)
         return _shut_out(options, recipe, key, is_ban=action is MemberAction.BAN)
@@ -136,27 +128,29 @@ def _invite(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKey,
         subject = holder.public_key().public_bytes_raw()
         link = grant(key, recipe.digest, rights | Right.ONCE, until, subject)
         kind, credential = "single-use invite", InviteCredential((link,), holder.private_bytes_raw())
-    members = load_members(options.run)
-    issued = IssuedEntry(key=subject.hex(), kind=kind, until=until, note=options.note, may_sign=options.may_sign)
-    save_members(options.run, msgspec.structs.replace(members, issued=(*members.issued, issued)))
+    members = owner_files.load_members(options.run)
+    issued = owner_files.IssuedEntry(
+        key=subject.hex(), kind=kind, until=until, note=options.note, may_sign=options.may_sign
+    )
+    owner_files.save_members(options.run, msgspec.structs.replace(members, issued=(*members.issued, issued)))
     return str(msgspec.structs.replace(base, credential=credential))
 
 
 def _shut_out(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKey, *, is_ban: bool) -> str:
-    members, now_s = load_members(options.run), time.time()
+    members, now_s = owner_files.load_members(options.run), time.time()
     subject = _subject(options.who, members)
     asked_s = int(now_s + options.days * DAY_S)
     until = asked_s if is_ban else _longest_life(subject, members, recipe.run.admission.rule, now_s) or asked_s
     revoked = {subject: max(until, members.revoked.get(subject, 0))}
-    changed = with_revoked(members, key, recipe.digest, revoked, now_s)
-    save_members(options.run, changed)
+    changed = owner_files.with_revoked(members, key, recipe.digest, revoked, now_s)
+    owner_files.save_members(options.run, changed)
     return (
         f"shut out until {_day(revoked[subject])}: {peer_of(bytes.fromhex(subject))} and all that entered by it (list "
         f"number {changed.number})."
     )
 
 
-def _subject(who: str | None, members: MemberList) -> str:
+def _subject(who: str | None, members: owner_files.MemberList) -> str:
     """Return the key that the owner means."""
     if who is None:
         raise _usage("Which peer?", "a peer id, or the first digits of a key that `noloco-node members list` prints")
@@ -171,7 +165,7 @@ def _subject(who: str | None, members: MemberList) -> str:
     return found.pop()
 
 
-def _longest_life(subject: str, members: MemberList, rule: str, now_s: float) -> int:
+def _longest_life(subject: str, members: owner_files.MemberList, rule: str, now_s: float) -> int:
     """Return the latest end of a ticket that a key may have; 0 if it can have none.
 
     A key that the list does not name may have entered by any single-use invite in it, or by any delegate.
@@ -182,8 +176,8 @@ def _longest_life(subject: str, members: MemberList, rule: str, now_s: float) ->
     return max((life for life in lives if life > now_s), default=0)
 
 
-def _listed(members: MemberList, now_s: float) -> str:
-    def standing(entry: IssuedEntry) -> str:
+def _listed(members: owner_files.MemberList, now_s: float) -> str:
+    def standing(entry: owner_files.IssuedEntry) -> str:
         if members.revoked.get(entry.key, 0) > now_s:
             return "shut out"
         return "good" if entry.until > now_s else "expired"
@@ -213,7 +207,7 @@ async def _revocation_report(options: MemberOptions) -> str:
     invite = _bootstrap_invite(options, recipe.digest)
     if invite is None:
         return _not_confirmed("no bootstrap peer was named, and none lives on this machine")
-    access = RunAccess(invite, Right.LOOK, None, time.time, owner_key=load_key(options.run))
+    access = RunAccess(invite, Right.LOOK, None, time.time, owner_key=owner_files.load_key(options.run))
     access.pin(recipe.run)
     settings = NetworkSettings(
         run=recipe.digest, listen=("/ip4/127.0.0.1/tcp/0",), bootstrap=tuple(map(str, invite.addresses))
@@ -230,7 +224,7 @@ async def _revocation_report(options: MemberOptions) -> str:
 
 async def confirmation(access: RunAccess, network: PeerNetwork, options: MemberOptions) -> str:
     """Hand the owner's list to the bootstrap peers of the invite, and return their answer."""
-    members = load_members(options.run)
+    members = owner_files.load_members(options.run)
     access.take_revocations(members.signed)
     await access.enter(network)
     assert access.admission is not None

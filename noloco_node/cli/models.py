@@ -7,15 +7,7 @@ from typing import Annotated
 
 import typer
 
-from noloco_node.cli.options import (
-    OWNER_RUN,
-    HomeOption,
-    LocalOption,
-    OwnerOption,
-    default_home,
-    directory_there,
-    invite_text,
-)
+from noloco_node.cli import options
 from noloco_node.errors import usage_error
 from noloco_node.export.hub import check_push, push
 from noloco_node.export.sources import check_export, check_models
@@ -29,7 +21,7 @@ AdaptedOption = Annotated[
         "--weights",
         metavar="DIR",
         help="The model that an adapter is for (init --from DIR).",
-        callback=directory_there,
+        callback=options.directory_there,
         show_default="the one that adapter_config.json names",
     ),
 ]
@@ -48,13 +40,13 @@ def export(
     invite: Annotated[
         str | None,
         typer.Argument(
-            metavar="INVITE", help="Invite of a living swarm, or a home that keeps one.", callback=invite_text
+            metavar="INVITE", help="Invite of a living swarm, or a home that keeps one.", callback=options.invite_text
         ),
     ] = None,
     from_home: HomesOption = None,
-    local: LocalOption = None,
-    home: HomeOption = None,
-    owner_run: OwnerOption = OWNER_RUN,
+    local: options.LocalOption = None,
+    home: options.HomeOption = None,
+    owner_run: options.OwnerOption = options.OWNER_RUN,
     merge: Annotated[
         bool, typer.Option("--merge", help="Of a run of adapters: the whole model, adapters added to its weights.")
     ] = False,
@@ -65,7 +57,7 @@ def export(
             metavar="DIR",
             help="The checkpoint that a run of adapters started from (init --from DIR), or the frozen model that init"
             " wrote: to merge, and to judge replicas by their loss.",
-            callback=directory_there,
+            callback=options.directory_there,
         ),
     ] = None,
     best: Annotated[
@@ -91,7 +83,7 @@ def export(
 
     A run of adapters is written as PEFT's files, or with --merge as a whole model.
     """
-    place = home or default_home("node")
+    place = home or options.default_home("node")
     given = None if invite is None else found(invite, place)
     check_export(out, given, from_home or (), best=best)
     if push_to is not None:

@@ -39,21 +39,17 @@ def invite_text(given: str | None) -> str | None:
     """
     if given is None:
         return None
-    hint = "give a file that holds the line which `noloco-node bootstrap` printed, or the line itself"
-    if given == "-":
-        try:
-            return sys.stdin.readline().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise config_error("The invite cannot be read from the standard input.", str(error), hint) from error
-    path = os.path.expanduser(given)
-    if not os.path.isfile(path):  # unlike Path.is_file, this takes a text of any length
+    typed, path = given == "-", os.path.expanduser(given)
+    if not typed and not os.path.isfile(path):  # unlike Path.is_file, this takes a text of any length
         if given in sys.argv and "#" in given and not given.endswith("#open"):
             warn(TYPED_SECRET)
         return given
     try:
-        return Path(path).read_text().strip()
+        return (sys.stdin.readline() if typed else Path(path).read_text()).strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise config_error(f"The invite cannot be read from {given}.", str(error), hint) from error
+        what = f"The invite cannot be read from {'the standard input' if typed else given}."
+        hint = "give a file that holds the line which `noloco-node bootstrap` printed, or the line itself"
+        raise config_error(what, str(error), hint) from error
 
 
 def directory_there(given: Path | None) -> Path | None:
@@ -154,8 +150,7 @@ UploadOption = Annotated[
     ),
 ]
 DownloadOption = Annotated[
-    str | None,
-    typer.Option("--max-download", metavar="RATE", help="Most that is taken, such as 50mbit."),
+    str | None, typer.Option("--max-download", metavar="RATE", help="Most that is taken, such as 50mbit.")
 ]
 CapOption = Annotated[
     str | None,
@@ -202,9 +197,7 @@ def page_place(web: str | None, *, is_open: bool, home: HomePaths | None = None)
     """
     if web is None:
         if is_open:
-            raise usage_error(
-                "There is no page to open.", why="--web-open was given without --web", hint="add --web and a port"
-            )
+            raise usage_error("There is no page to open.", "--web-open was given without --web", "add --web and a port")
         return None
     place = parse_place(web, "--web")
     if is_open:
@@ -310,10 +303,7 @@ class JoinOptions:
             "(evaluate_every_rounds). May be given more than once.",
         ),
     ] = None
-    name: Annotated[
-        str | None,
-        typer.Option("--name", help="Name that others see beside this peer's id."),
-    ] = None
+    name: Annotated[str | None, typer.Option("--name", help="Name that others see beside this peer's id.")] = None
     begin_anew: Annotated[
         bool,
         typer.Option(
@@ -323,8 +313,7 @@ class JoinOptions:
         ),
     ] = False
     linger: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", min=0.0, help="For how long to go on serving the weights after the run."),
+        float, typer.Option(metavar="SECONDS", min=0.0, help="For how long to go on serving the weights after the run.")
     ] = 600.0
     refresh: Annotated[
         float,

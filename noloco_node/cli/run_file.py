@@ -231,20 +231,15 @@ def write_run(
         text = continuing_text(origin, preset, adapter)
     expected = ""
     if options.are_given:
-        from noloco_node.planning.expectation import (
-            describe_changes,
-            describe_expectation,
-            planned_values,
-            with_evaluations,
-        )
+        from noloco_node.planning import expectation
         from noloco_node.planning.search import plan_for, plan_in_any_form
 
         before, machines = decode_run(text, f"the preset {preset}"), options.machines()
         planned = plan_in_any_form(before, machines) if any_base else plan_for(before, machines)
-        planned = planned._replace(run=with_evaluations(planned.run))
-        text = with_values(text, planned_values(planned.run), options.in_words())
-        expected = "\n".join(["\n", *describe_expectation(planned, machines)])
-        expected = "\n".join(["", *describe_changes(planned, before, machines)]).rstrip("\n") + expected
+        planned = planned._replace(run=expectation.with_evaluations(planned.run))
+        text = with_values(text, expectation.planned_values(planned.run), options.in_words())
+        expected = "\n".join(["\n", *expectation.describe_expectation(planned, machines)])
+        expected = "\n".join(["", *expectation.describe_changes(planned, before, machines)]).rstrip("\n") + expected
     advice = f"Read {path}, change what you like, then:  noloco-node check {path}"
     if origin is not None:
         from noloco_node.export.frozen_files import with_frozen_files

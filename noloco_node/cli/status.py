@@ -19,18 +19,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from noloco_node.cli.options import (
-    OWNER_RUN,
-    HomeOption,
-    KeptInviteArgument,
-    LocalOption,
-    OwnerOption,
-    WebOpenOption,
-    WebOption,
-    default_home,
-    invite_text,
-    page_place,
-)
+from noloco_node.cli import options
 from noloco_node.machine.signals import run, run_until_interrupted
 from noloco_node.observe.bottleneck import all_waits
 from noloco_node.observe.playback import Keyboard, Playback, Recording, read_journals
@@ -49,21 +38,19 @@ if TYPE_CHECKING:
 
 DRAW_EVERY_S = 1.0
 PLAY_EVERY_S = 0.1
-PLAIN_MOMENTS = 40
-"""Views of a recording that is printed as lines."""
-MOST_SOURCES_SHOWN = 64
-"""The most sources in the table."""
+PLAIN_MOMENTS = 40  # views of a recording that is printed as lines
+MOST_SOURCES_SHOWN = 64  # the most sources in the table
 
 
 def status(
-    invite: KeptInviteArgument = None,
+    invite: options.KeptInviteArgument = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
-    local: LocalOption = None,
-    home: HomeOption = None,
-    owner_run: OwnerOption = OWNER_RUN,
+    local: options.LocalOption = None,
+    home: options.HomeOption = None,
+    owner_run: options.OwnerOption = options.OWNER_RUN,
 ) -> None:
     """Print the peers of each stage with their speeds, rounds, progress and losses."""
-    home = home or default_home("node")
+    home = home or options.default_home("node")
     typer.echo(
         run(look(invites.found(invite, home), as_json=as_json, visitor=Visitor(tuple(local or ()), home, owner_run)))
     )
@@ -205,28 +192,27 @@ def watch(
         ),
     ] = None,
     journal: Annotated[
-        bool,
-        typer.Option("--journal", help="Play the journals of a run that is over, or crashed, forward and back."),
+        bool, typer.Option("--journal", help="Play the journals of a run that is over, or crashed, forward and back.")
     ] = False,
     once: Annotated[bool, typer.Option("--once", help="Print the present view, or the last one, and leave.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, instead of a picture.")] = False,
-    home: HomeOption = None,
-    local: LocalOption = None,
-    run: OwnerOption = OWNER_RUN,
-    web: WebOption = None,
-    web_open: WebOpenOption = False,
+    home: options.HomeOption = None,
+    local: options.LocalOption = None,
+    run: options.OwnerOption = options.OWNER_RUN,
+    web: options.WebOption = None,
+    web_open: options.WebOpenOption = False,
 ) -> None:
     """Show a swarm at work and its bottleneck: live on a terminal, as lines elsewhere. Ctrl-C ends it."""
     given = places or []
-    shown = Shown(once, as_json, page_place(web, is_open=web_open))
+    shown = Shown(once, as_json, options.page_place(web, is_open=web_open))
     if journal:
         run_until_interrupted(replay([Path(place) for place in given], shown))
     elif len(given) > 1:
         raise typer.BadParameter("give one INVITE, or --journal and directories")
     else:
-        home = home or default_home("node")
+        home = home or options.default_home("node")
         visitor = Visitor(tuple(local or ()), home, run)
-        invite = invites.found(invite_text(given[0]) if given else None, home)
+        invite = invites.found(options.invite_text(given[0]) if given else None, home)
         run_until_interrupted(_follow(invite, shown, visitor))
 
 

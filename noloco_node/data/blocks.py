@@ -2,7 +2,8 @@
 
 Documents are tokenised and joined, each between the tokens with which its tokenizer begins and ends a text, and cut
 into blocks of `sequence_length + 1` that overlap by one, so that every token but the first is predicted once. Training
-reads a chunk of blocks and mixes them, because a window of blocks of one document would be about one thing.
+reads a chunk of blocks and mixes them, because a window of blocks of one document would be about one thing. A chunk
+ends early once it holds a whole pass over the text: to fill it, a peer would read a short text thousands of times.
 
 Rows of which the answers are learnt (`noloco_node.data.row_encoder`) are put into sequences, as many as fit, in the
 order in which they are read, and the sequence is filled up; or each row into one of its own. The block's last token is
@@ -44,6 +45,7 @@ from noloco_node.run.config import DataConfig, RunConfig
 
 SMALLEST_PIECE_BYTES = 64 * 1024  # of a long file that is cut into several documents
 CHUNK_TOKENS = 2**21  # in a chunk: a hundred source files as bytes, or eight megabytes of prose; 8 MB of memory, or 16
+CHUNK_PARTS = 64  # a chunk that holds a whole pass over the text ends between two of them
 
 
 class _Drawn(NamedTuple):
@@ -111,11 +113,9 @@ class Blocks(BlockSource):
         self._documents, self._encoder, self._length = documents, encoder, sequence_length
         self._packed = packed
         self._pending: deque[_Drawn] = deque()
-        self._carried: _Drawn | None = None
-        """A row that did not fit into the last sequence."""
+        self._carried: _Drawn | None = None  # a row that did not fit into the last sequence
         self._offset = self._available = self._blocks = 0
-        self._first_epoch: int | None = None
-        """Of the documents that we have drawn."""
+        self._first_epoch: int | None = None  # of the documents that we have drawn
         described = f"{documents.fingerprint}|{encoder.name}|{owner}"
         self._source = hashlib.sha256(described.encode()).hexdigest()[:32]
 
@@ -136,9 +136,15 @@ class Blocks(BlockSource):
         return torch.cat(taken) if taken else torch.empty(0, self._length + 1, dtype=torch.int64)
 
     def position(self) -> dict[str, Any]:
+        return {"source": self._source, "place": self._place(), "offset": self._offset}
+
+    def epoch(self) -> int:
+        """Return how many passes over the text have ended before the next block."""
+        return int(self._place()["epoch"])
+
+    def _place(self) -> Place:
         following = self._pending[0] if self._pending else self._carried
-        place = self._documents.place if following is None else following.place
-        return {"source": self._source, "place": place, "offset": self._offset}
+        return self._documents.place if following is None else following.place
 
     def restore(self, position: dict[str, Any]) -> bool:
         if position.get("source") != self._source:
@@ -281,6 +287,10 @@ class MixedBlocks(BlockSource):
     def position(self) -> dict[str, Any]:
         return {"dealt": [*self._dealt], "sources": [each.position() for each in self._sources]}
 
+    def epoch(self) -> int:
+        """Return how many passes over every source have ended before the next block."""
+        return min(each.epoch() for each in self._sources)
+
     def restore(self, position: dict[str, Any]) -> bool:
         dealt, places = position.get("dealt"), position.get("sources")
         if not isinstance(dealt, list) or not isinstance(places, list):
@@ -306,7 +316,9 @@ class MixedBlocks(BlockSource):
             each.close()
 
 
-def open_blocks(data: DataConfig, sequence_length: int, seed: int, peer: str, part: Part = "train") -> BlockSource:
+def open_blocks(
+    data: DataConfig, sequence_length: int, seed: int, peer: str, part: Part = "train"
+) -> Blocks | MixedBlocks:
     """Open the text of a run as blocks of `sequence_length + 1` tokens; of a mixture each source by its weight.
 
     `train`: without end, in an order of (seed, peer). `validation`: one pass over held-out text, the same for all.
@@ -353,16 +365,15 @@ def _documents(data: DataConfig, order: ReadingOrder, sequence_length: int) -> D
 class ShuffledBlocks(BlockSource):
     """Blocks without end, in a mixed order: by chunks, of which each is read while the one before it is dealt out."""
 
-    def __init__(self, blocks: BlockSource, chunk_blocks: int, rng: Callable[[int], Random]) -> None:
-        """Deal out `blocks` by chunks of `chunk_blocks`; `rng`: the generator of a chunk's order, by its number."""
+    def __init__(self, blocks: Blocks | MixedBlocks, chunk_blocks: int, rng: Callable[[int], Random]) -> None:
+        """Deal out `blocks` by chunks of at most `chunk_blocks`; `rng`: the generator of each chunk's order."""
         self._blocks, self._chunk_blocks, self._rng = blocks, chunk_blocks, rng
         self._chunk = torch.empty(0, 0, dtype=torch.int32)
         self._order: list[int] = []
         self._began = self._next_begins = blocks.position()
         self._number, self._dealt = -1, 0
-        self._read: list[Tensor] = []
-        """What is there of the next chunk."""
-        self._missing = chunk_blocks
+        self._read: list[Tensor] = []  # what is there of the next chunk
+        self._missing, self._epoch = chunk_blocks, blocks.epoch()
 
     def next_batch(self, batch_size: int) -> Tensor:
         # Twice as fast as it is dealt out: after a restart nothing of the next chunk is there.
@@ -390,10 +401,10 @@ class ShuffledBlocks(BlockSource):
             return False
         self._began = self._next_begins = began
         self._number, self._order, self._dealt = number, [], 0
-        self._read, self._missing = [], self._chunk_blocks
+        self._read, self._missing, self._epoch = [], self._chunk_blocks, self._blocks.epoch()
         if number >= 0:
             self._deal(number)
-            self._dealt = dealt
+            self._dealt = min(dealt, len(self._order))  # earlier versions filled each chunk
         return True
 
     def news(self) -> list[str]:
@@ -403,22 +414,28 @@ class ShuffledBlocks(BlockSource):
         self._blocks.close()
 
     def _read_on(self, most: int) -> None:
-        count = min(most, self._missing)
-        if count:
+        part = max(1, self._chunk_blocks // CHUNK_PARTS)
+        while most and self._missing:
+            of_part = (self._chunk_blocks - self._missing) % part
+            count = min(most, part - of_part, self._missing)
             self._read.append(self._blocks.next_batch(count).to(torch.int32))
-            self._missing -= count
+            self._missing, most = self._missing - count, most - count
+            # Only at the end of a part: how many blocks a call reads must not decide where a chunk ends.
+            if of_part + count == part and self._blocks.epoch() > self._epoch + 1:
+                self._missing = 0
 
     def _deal(self, number: int) -> None:
         """Take the next chunk, whatever of it is missing read first."""
         self._read_on(self._missing)
         self._chunk, self._read, self._missing = torch.cat(self._read), [], self._chunk_blocks
+        self._epoch = self._blocks.epoch()
         self._began, self._next_begins = self._next_begins, self._blocks.position()
         self._order = list(range(len(self._chunk)))
         self._rng(number).shuffle(self._order)
         self._number, self._dealt = number, 0
 
 
-def shuffled(blocks: BlockSource, sequence_length: int, seed: int, peer: str) -> ShuffledBlocks:
+def shuffled(blocks: Blocks | MixedBlocks, sequence_length: int, seed: int, peer: str) -> ShuffledBlocks:
     chunk_blocks = max(1, CHUNK_TOKENS // sequence_length)
     return ShuffledBlocks(blocks, chunk_blocks, lambda number: Random(f"{seed}|mixing|{peer}|{number}"))
 

@@ -14,15 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from noloco_node.data.file_documents import (
-    Document,
-    Place,
-    ReadingOrder,
-    UnreadText,
-    find_files,
-    row_side_of,
-    side_of,
-)
+from noloco_node.data.file_documents import Document, Place, ReadingOrder, UnreadText, find_files, row_side_of, side_of
 from noloco_node.data.local_rows import LocalRows
 from noloco_node.data.row_forms import BadRow, GoodRow, data_error, row_of
 from noloco_node.errors import UserError, config_error
@@ -30,6 +22,7 @@ from noloco_node.run.config import DataConfig
 from noloco_node.terminal import say
 
 T = TypeVar("T")
+_WRONG_DATA = (ValueError, KeyError, TypeError, RuntimeError)
 
 ANOTHER_FIELD = "another data.field in the run file, or --data SOURCE#FIELD"
 END_BYTES = 4096  # of a file's beginning and end, by which it is known again
@@ -209,15 +202,7 @@ class RowDocuments:
         for pause_s in (*(PAUSES_S if pauses_s is None else pauses_s), None):
             try:
                 return attempt()
-            except (
-                FileNotFoundError,
-                PermissionError,
-                DatasetsError,
-                ValueError,
-                KeyError,
-                TypeError,
-                RuntimeError,
-            ) as e:
+            except (FileNotFoundError, PermissionError, DatasetsError, *_WRONG_DATA) as e:
                 raise self._unreadable(e, "check [data] in the run file against the data set") from e
             except (OSError, *CONNECTION_ERRORS_TO_RETRY) as e:
                 self._let_go()

@@ -139,8 +139,7 @@ class Document(NamedTuple):
 class Documents(Protocol):
     """A sequence of documents: without end for training, one pass for validation."""
 
-    fingerprint: str
-    """Equal for equal sources: a place means nothing in another."""
+    fingerprint: str  # equal for equal sources: a place means nothing in another
     unread: UnreadText
 
     @property

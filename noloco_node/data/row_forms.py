@@ -16,8 +16,7 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.run.config import DataConfig
 
 ASSISTANT = "assistant"
-MOST_NAMES, LONGEST_NAME = 12, 40
-"""Of the fields of a row that a message shows."""
+MOST_NAMES, LONGEST_NAME = 12, 40  # of the fields of a row that a message shows
 _NO_ROW = object()
 
 

@@ -22,13 +22,10 @@ from noloco_node.run.config import DataConfig, RunConfig
 from pipeline.activation_codec import ids_of, learnt
 
 SHOWN = 3
-MEASURED = 10_000
-"""Rows of which the tokens are counted; of a data set on the hub no more are read."""
+MEASURED = 10_000  # rows of which the tokens are counted; of a data set on the hub no more are read
 WIDTH = 80
-GIVEN, LEARNT = "  | ", "  > "
-"""Begin a line of text: tokens that are only given, and tokens that are learnt."""
-MOST_LINES = 12
-"""Lines shown of a stretch of text; of a longer one its two ends."""
+GIVEN, LEARNT = "  | ", "  > "  # begin a line of text: tokens that are only given, and tokens that are learnt
+MOST_LINES = 12  # lines shown of a stretch of text; of a longer one its two ends
 
 
 class _Counts(NamedTuple):

@@ -37,8 +37,7 @@ FIRMER_AFTER_S = 15.0
 """Seconds from the interrupt to the termination, and again to the kill, of a child whose parent is gone."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """The environment of a child that computes in one thread: several share this machine's cores."""
-LAST_WORDS = 12
-"""Lines of a dead child's output that an error message quotes."""
+LAST_WORDS = 12  # lines of a dead child's output that an error message quotes
 
 
 class KillPolicy(NamedTuple):

@@ -29,7 +29,7 @@ from rich.console import Console
 from noloco_node import __version__
 from noloco_node.demo import swarm_processes
 from noloco_node.demo.child_processes import Child, Children
-from noloco_node.demo.summary import ModelScores, Outage, Summary, lines, summarise
+from noloco_node.demo.summary import ModelScores, Outage, lines, summarise
 from noloco_node.errors import Exit, UserError, usage_error
 from noloco_node.journal.events import Event
 from noloco_node.journal.reader import Tail
@@ -46,12 +46,9 @@ from noloco_node.web.places import PagePlace
 from noloco_node.web.server import Page, page_served
 
 MOST_PEERS = 64
-PEER_BYTES = 2**29
-"""Memory of a peer and its daemon, about."""
-MANY, FEW = 3, 2
-"""Replicas of a stage; only of three can one see that two drift apart while they meet others."""
-SLOWDOWN = 4.0
-"""Of the slow replica of a heterogeneous demo."""
+PEER_BYTES = 2**29  # memory of a peer and its daemon, about
+MANY, FEW = 3, 2  # replicas of a stage; only of three can one see that two drift apart while they meet others
+SLOWDOWN = 4.0  # of the slow replica of a heterogeneous demo
 MARK = "demo.json"
 NUMBERS = 1000
 
@@ -169,8 +166,7 @@ def _names(path: Path) -> set[str]:
 
 
 SHOW_EVERY_S = 0.25
-LATE_S = 60.0
-"""The other stages have so long to finish after the last source."""
+LATE_S = 60.0  # the other stages have so long to finish after the last source
 NEXT = (
     "The same on two machines, with your own text (docs/tutorial.md tells each step):",
     "  first    noloco-node init --preset tiny",
@@ -367,9 +363,10 @@ class _Demo:
         summary = summarise(histories, outage)
         text = lines(summary, scores)
         heading = f"A swarm of {self._demo.stages} stages x {self._demo.replicas} replicas"
+        document = {"summary": summary, "verdict": scores, "single": scores.single if scores else None}
         for name, content in (
             ("summary.txt", ("\n".join(text) + "\n").encode()),
-            ("summary.json", _as_json(summary, scores)),
+            ("summary.json", msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"),
             ("loss.png", picture(heading, histories, summary, scores)),
         ):
             write_whole(self._home.path / name, content, public=True)
@@ -382,11 +379,6 @@ class _Demo:
         text += [f"{what:<18} {self._home.path / name}" for what, name in kept]
         for line in [*text, "", *NEXT]:
             self._print(line)
-
-
-def _as_json(summary: Summary, scores: ModelScores | None) -> bytes:
-    document = {"summary": summary, "verdict": scores, "single": scores.single if scores else None}
-    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
 
 
 def _tokens(run: RunConfig) -> int:

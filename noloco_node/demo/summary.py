@@ -21,8 +21,7 @@ from noloco_node.units import format_bytes
 
 KILLED_AT = 0.3
 """The peer is killed at this share of the run: after the speed has settled, and early enough for its return."""
-AWAY_S = 5.0
-"""From its end to its new start; it then loads its libraries and copies the weights."""
+AWAY_S = 5.0  # from its end to its new start; it then loads its libraries and copies the weights
 
 
 class ModelScores(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,13 +23,10 @@ from noloco_node.demo.summary import ModelScores
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import load_run
 
-READY_S = 180.0
-"""Longest wait for a calibration or the bootstrap peer; a cold disk may take a minute to load torch."""
-LINGER_S = 1800.0
-"""Peers serve their weights until they are stopped; the bound is for a parent that cannot."""
+READY_S = 180.0  # longest wait for a calibration or the bootstrap peer; a cold disk may take a minute to load torch
+LINGER_S = 1800.0  # peers serve their weights until they are stopped; the bound is for a parent that cannot
 ANYWHERE = "/ip4/127.0.0.1/tcp/0"
-EFFICIENCY = 0.7
-"""Share of the cores' time that a swarm spends on arithmetic, as measured on two cores."""
+EFFICIENCY = 0.7  # share of the cores' time that a swarm spends on arithmetic, as measured on two cores
 MEASURE_S = 3.0
 PROMPT, SAMPLE_TOKENS = "import os\n\n\ndef ", 112
 

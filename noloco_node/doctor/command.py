@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -30,18 +31,9 @@ from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.timeouts import DialTimeouts
 from noloco_node.planning.bandwidth import NARROW_S, MicrobatchBytes, microbatch_bytes
 from noloco_node.swarm import invite as invites
-from noloco_node.swarm import speed_test
+from noloco_node.swarm import run_distribution, speed_test
 from noloco_node.swarm.access import RunAccess, connected
 from noloco_node.swarm.roster import Roster
-from noloco_node.swarm.run_distribution import (
-    JOINING_CLOCK_ERROR_S,
-    SCHEMA,
-    TOPIC,
-    RunFileReply,
-    RunFileText,
-    RunRequest,
-    fetch,
-)
 from noloco_node.units import format_rate
 
 MOST_TRIED, AT_ONCE = 16, 4
@@ -139,7 +131,7 @@ async def _visit(invite: invites.Invite, wish: DoctorRequest) -> tuple[list[Find
             network = HookedNetwork(await access.enter(whole), DialTimeouts())
             peers = [address.peer for address in answering]
             found.append(await _clock(network, peers))
-            run_file = await fetch(network, peers, digest, wish.local)
+            run_file = await run_distribution.fetch(network, peers, digest, wish.local)
             access.pin(run_file.run)
             membership = run_file.membership(network)
             roster = await membership.peek()
@@ -199,7 +191,7 @@ def _ports(addresses: Sequence[str]) -> tuple[int, ...]:
     return tuple(found)[:2]
 
 
-def _needs(run_file: RunFileText) -> tuple[list[Need], list[MicrobatchBytes]]:
+def _needs(run_file: run_distribution.RunFileText) -> tuple[list[Need], list[MicrobatchBytes]]:
     """Return what each stage of a run needs of a machine, and the bytes of a microbatch there."""
     # These imports load torch; before, a wrong invite has been refused already.
     from noloco_node.planning.model_layout import model_layout
@@ -243,11 +235,14 @@ class Rates(NamedTuple):
 async def clock_of(network: PeerNetwork, peer: str, unix_time: Callable[[], float] = time.time) -> float:
     """Return how far our clock is ahead of a peer's, in seconds; raise `ConnectionError` without an answer."""
     try:
-        async with asyncio.timeout(ASK_S), network.talk(peer, TOPIC, SCHEMA) as conversation:
-            asked = unix_time()
-            await conversation.send(RunRequest())
+        async with (
+            asyncio.timeout(ASK_S),
+            network.talk(peer, run_distribution.TOPIC, run_distribution.SCHEMA) as conversation,
+        ):
+            asked = unix_time()  # not before the dial, which may take long
+            await conversation.send(run_distribution.RunRequest())
             reply = await conversation.receive()
-            if not isinstance(reply, RunFileReply):
+            if not isinstance(reply, run_distribution.RunFileReply):
                 raise ConnectionAbortedError(f"expected a run file, got {type(reply).__name__}")
             return (asked + unix_time()) / 2 - reply.unix_time
     except TimeoutError:
@@ -262,32 +257,23 @@ def judge_clock(ahead_s: Sequence[float]) -> Finding:
     off = median(ahead_s)
     says = f"{abs(off):.1f} s {'ahead of' if off > 0 else 'behind'} what {len(ahead_s)} peer(s) say"
     remedy = "set the clock (timedatectl set-ntp true)"
-    if abs(off) > JOINING_CLOCK_ERROR_S:
+    if abs(off) > run_distribution.JOINING_CLOCK_ERROR_S:
         return fail(about, f"{says}; records of who is there expire by the time of day", remedy)
     return warn(about, says, remedy) if abs(off) > CLOCK_DOUBT_S else ok(about, says)
 
 
 async def dialled_back(network: PeerNetwork, peers: Sequence[str], ports: tuple[int, ...]) -> reachability.ReachVerdict:
     """Ask peers to dial us back at our ports; those that do not answer do not count."""
+    question, expected, topic = reachability.DialMe(ports=ports), reachability.DialBackReply, reachability.TOPIC
+    answers: list[reachability.DialBackReply] = []
 
-    request = reachability.DialMe(ports=ports)
+    async def note_answer(peer: str) -> None:
+        with suppress(ConnectionError):
+            schema, patience_s = reachability.SCHEMA, reachability.ASK_S
+            answers.append(await ask(network, peer, topic, schema, question, expected, patience_s))
 
-    async def reply_of(peer: str) -> reachability.DialBackReply | None:
-        try:
-            return await ask(
-                network,
-                peer,
-                reachability.TOPIC,
-                reachability.SCHEMA,
-                request,
-                reachability.DialBackReply,
-                reachability.ASK_S,
-            )
-        except ConnectionError:
-            return None
-
-    answers = await asyncio.gather(*(reply_of(peer) for peer in peers[:MOST_ASKED]))
-    return reachability.judge([answer for answer in answers if answer is not None])
+    await asyncio.gather(*map(note_answer, peers[:MOST_ASKED]))
+    return reachability.judge(answers)
 
 
 def judge_reach(verdict: reachability.ReachVerdict, ports: Sequence[int], addresses: Sequence[str]) -> list[Finding]:
@@ -308,10 +294,7 @@ def judge_reach(verdict: reachability.ReachVerdict, ports: Sequence[int], addres
         said = warn(about, f"no peer could try: {why}", forward)
         return [said, relay] if relayed else [said]
     if relayed:
-        return [
-            warn(about, "nobody can dial this machine directly; a relay stands in, at some cost", forward),
-            relay,
-        ]
+        return [warn(about, "nobody can dial this machine directly; a relay stands in, at some cost", forward), relay]
     if verdict.relays:
         count = len(verdict.relays)
         return [

@@ -19,13 +19,7 @@ from gossip.exchange import kernels
 from noloco_node.admission.ticket import peer_of_file
 from noloco_node.errors import Exit, UserError, reason_of, storage_error
 from noloco_node.libp2p.settings import ensure_identity
-from noloco_node.machine.memory import (
-    bytes_beside,
-    free_bytes,
-    machine_free_bytes,
-    usable_bytes,
-    wanted_bytes,
-)
+from noloco_node.machine.memory import bytes_beside, free_bytes, machine_free_bytes, usable_bytes, wanted_bytes
 from noloco_node.machine.system import allow_files, allowed_files
 from noloco_node.storage.checkpoint import KEPT, files
 from noloco_node.storage.home import HomePaths, RunPaths
@@ -33,13 +27,10 @@ from noloco_node.terminal import say
 from noloco_node.units import format_bytes
 
 ENOUGH_FILES, FEW_FILES = 1024, 256
-CHECKPOINT_SETS = 5
-"""Slow and fast weights, outer momentum and the optimiser's two moments."""
+CHECKPOINT_SETS = 5  # slow and fast weights, outer momentum and the optimiser's two moments
 LITTLE_DISK_BYTES = 2 * 10**9
-NO_DISK_BYTES = 10**6
-"""With less not even an identity and a run file fit: no home can be made."""
-DISK_ROOM = 1.2
-"""Of what checkpoints need, so much of the disk should be free: the journal and snapshots take some too."""
+NO_DISK_BYTES = 10**6  # with less not even an identity and a run file fit: no home can be made
+DISK_ROOM = 1.2  # of what checkpoints need, so much of the disk should be free: the journal and snapshots take some too
 
 
 class Grade(StrEnum):
@@ -178,9 +169,7 @@ def require_disk(paths: RunPaths, weights: Mapping[int, int], kept: int, *, keep
             f" checkpoint stays, and we go on from it; {finding.hint}"
         )
     raise storage_error(
-        f"The disk at {paths.path} has no room for checkpoints.",
-        why=finding.says,
-        hint=f"{finding.hint}; --keep 1 takes less",
+        f"The disk at {paths.path} has no room for checkpoints.", finding.says, f"{finding.hint}; --keep 1 takes less"
     )
 
 

@@ -42,11 +42,9 @@ from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.tasks import loop_s
 
-EVALUATION = "evaluation"
-"""The name under which the journal has an evaluation that is left out (`events.Noticed`)."""
+EVALUATION = "evaluation"  # the name under which the journal has an evaluation that is left out (`events.Noticed`)
 SAMPLING = Sampling(tokens=64)
-AT_THE_END = -1
-"""Stands for the number of the last evaluation where its peer is chosen: peers end in different rounds."""
+AT_THE_END = -1  # stands for the number of the last evaluation where its peer is chosen: peers end in different rounds
 EVALUATORS = 4
 """Peers that make an evaluation, on average, where no peer knows all sources; with none of them it is left out."""
 LONGEST_END_S = 300.0
@@ -133,18 +131,13 @@ class Evaluator:
     """Evaluates one replica whenever its peer is chosen. `round`: that it has finished when it begins."""
 
     def __init__(self, context: EvaluatorContext, round: int) -> None:
-        self.newest: Evaluation | None = None
-        """Our last evaluation, for our record."""
+        self.newest: Evaluation | None = None  # our last evaluation, for our record
         self._context = context
-        self._seen = round // context.every_rounds
-        """The last evaluation that was due."""
-        self._ours: int | None = None
-        """The evaluation that we have to make."""
+        self._seen = round // context.every_rounds  # the last evaluation that was due
+        self._ours: int | None = None  # the evaluation that we have to make
         self._opening: asyncio.Task[_Material] | None = None
-        self._under_way: asyncio.Task[None] | None = None
-        """Our last evaluation beside the training."""
-        self._ended = False
-        """Whether the training is over, so that an evaluation is not left for its end."""
+        self._under_way: asyncio.Task[None] | None = None  # our last evaluation beside the training
+        self._ended = False  # whether the training is over, so that an evaluation is not left for its end
 
     async def in_pause(self, round: int, step: int, progress: float) -> None:
         """Evaluate in a pause between two inner steps, in a pipeline beside the training, where that is ours to do."""

@@ -21,8 +21,7 @@ from pipeline.messages import EvaluationReply, Microbatch, Reason, SequenceLosse
 if TYPE_CHECKING:
     from torch import Tensor
 
-TRIES = 3
-"""Of a microbatch, each by another route as far as there is one."""
+TRIES = 3  # of a microbatch, each by another route as far as there is one
 MOST_LOSS = 1000.0
 """Nats a token that a replica may claim: a model that knows nothing has 12 with the largest vocabularies."""
 

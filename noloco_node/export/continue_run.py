@@ -178,19 +178,16 @@ def _tokenizer_files(directory: Path, vocabulary: int) -> list[Path]:
 
 def sections(name: str, paths: Iterable[Path]) -> Iterator[str]:
     """Yield the section of a run file for each of these files, which are read whole for their digests."""
-    return (_section(name, path) for path in paths)
-
-
-def _section(name: str, path: Path) -> str:
-    try:
-        file = described(path)
-    except OSError as error:
-        raise _no_model(path.parent, str(error)) from error
-    if file.size_bytes > LARGEST_FILE_BYTES:
-        why = f"{path.name} is larger than {LARGEST_FILE_BYTES // 2**30} GiB"
-        raise config_error(f"{path.parent} cannot travel.", why, "save it in shards of 5 GB, as transformers does")
-    lines = (f"{field} = {toml(value)}" for field, value in msgspec.structs.asdict(file).items())
-    return "\n".join((f"[[{name}]]", *lines))
+    for path in paths:
+        try:
+            file = described(path)
+        except OSError as error:
+            raise _no_model(path.parent, str(error)) from error
+        if file.size_bytes > LARGEST_FILE_BYTES:
+            why = f"{path.name} is larger than {LARGEST_FILE_BYTES // 2**30} GiB"
+            raise config_error(f"{path.parent} cannot travel.", why, "save it in shards of 5 GB, as transformers does")
+        lines = (f"{field} = {toml(value)}" for field, value in msgspec.structs.asdict(file).items())
+        yield "\n".join((f"[[{name}]]", *lines))
 
 
 def _check(text: str, files: list[Path]) -> None:

@@ -21,30 +21,9 @@ from torch import Tensor
 
 from noloco_node.data.encoding import open_tokenizer
 from noloco_node.errors import UserError, reason_of, storage_error, usage_error
-from noloco_node.export.adapter_files import (
-    AdapterExport,
-    are_frozen,
-    base_files,
-    check_merge,
-    merged_weights,
-    peft_adapter,
-)
+from noloco_node.export import adapter_files, replica_fetch
 from noloco_node.export.held_out_loss import judged_by_loss
-from noloco_node.export.huggingface import (
-    PARAMETERS,
-    own_generation,
-    write_adapter,
-    write_checkpoint,
-    write_parameters,
-)
-from noloco_node.export.replica_fetch import (
-    Look,
-    at_work,
-    fetch_snapshots,
-    fetched,
-    fetched_tokenizer,
-    reading_with_tokenizer,
-)
+from noloco_node.export.huggingface import PARAMETERS, own_generation, write_adapter, write_checkpoint, write_parameters
 from noloco_node.export.replica_files import (
     SNAPSHOT,
     MergedReplicas,
@@ -75,7 +54,7 @@ async def export(
     invite: str | None = None,
     homes: Sequence[Path] = (),
     visitor: Visitor = Visitor(),  # noqa: B008 - it is frozen
-    wanted: AdapterExport = AdapterExport(),  # noqa: B008 - it is frozen
+    wanted: adapter_files.AdapterExport = adapter_files.AdapterExport(),  # noqa: B008 - it is frozen
     *,
     best: bool = False,
 ) -> str:
@@ -94,7 +73,7 @@ async def export(
         layout = await asyncio.to_thread(_layout_of, recipe.run)
         filed = await asyncio.to_thread(of_homes, homes, recipe)
         parts = parts_of(out, recipe, layout)
-        data = await fetched_tokenizer(network, recipe, membership.peek, invite, parts.path / "tokenizer")
+        data = await replica_fetch.fetched_tokenizer(network, recipe, membership.peek, invite, parts.path / "tokenizer")
         swarm = SwarmExport(
             network=network, recipe=recipe, look=membership.peek, layout=layout, parts=parts, filed=filed
         )
@@ -125,15 +104,15 @@ def merge_files(filed: Sequence[ReplicaFile], recipe: RunFileText, layout: Dimen
     return [merged(number, newest(filed, number), shapes, rounds_behind) for number, shapes in enumerate(layout.shapes)]
 
 
-def _base_of(recipe: RunFileText, homes: Sequence[Path], wanted: AdapterExport) -> list[Path]:
+def _base_of(recipe: RunFileText, homes: Sequence[Path], wanted: adapter_files.AdapterExport) -> list[Path]:
     """Return the files of the model that a run adapts, as far as they are here; raise `UserError` if they must be."""
-    base = base_files(recipe, homes, wanted.base)
+    base = adapter_files.base_files(recipe, homes, wanted.base)
     if wanted.merge:
-        check_merge(recipe.run, base)
+        adapter_files.check_merge(recipe.run, base)
     return base
 
 
-def _from_homes(out: Path, homes: Sequence[Path], wanted: AdapterExport) -> str:
+def _from_homes(out: Path, homes: Sequence[Path], wanted: adapter_files.AdapterExport) -> str:
     recipe = recipe_of(homes)
     writer = _writer_of(out, recipe, homes, wanted)
     filed = of_homes(homes, recipe)
@@ -142,13 +121,13 @@ def _from_homes(out: Path, homes: Sequence[Path], wanted: AdapterExport) -> str:
     return writer.write_best(stages, lying, [[] for _ in stages])
 
 
-def _writer_of(out: Path, recipe: RunFileText, homes: Sequence[Path], wanted: AdapterExport) -> _Writer:
+def _writer_of(out: Path, recipe: RunFileText, homes: Sequence[Path], wanted: adapter_files.AdapterExport) -> _Writer:
     base, layout = _base_of(recipe, homes, wanted), _layout_of(recipe.run)
-    data, evaluations = reading_with_tokenizer(homes, recipe), evaluations_of(homes, recipe.digest)
+    data, evaluations = replica_fetch.reading_with_tokenizer(homes, recipe), evaluations_of(homes, recipe.digest)
     return _Writer(out, recipe, layout, data, wanted, base, evaluations)
 
 
-def _best_of_homes(out: Path, homes: Sequence[Path], wanted: AdapterExport) -> str:
+def _best_of_homes(out: Path, homes: Sequence[Path], wanted: adapter_files.AdapterExport) -> str:
     recipe = recipe_of(homes)
     newest = "without --best the newest weights are exported"
     if not recipe.run.data.evaluate_every_rounds:
@@ -179,7 +158,7 @@ class SwarmExport:
 
     network: PeerNetwork
     recipe: RunFileText
-    look: Look
+    look: replica_fetch.Look
     layout: Dimensions
     parts: PartsDirectory
     filed: Sequence[ReplicaFile] = ()
@@ -211,12 +190,12 @@ class SwarmExport:
         """Return the mean of a stage's replicas; if none lives, also of a snapshot that is clearly newer."""
         lying, came = await self._fetch_replicas(number)
         candidates = newest([*self.filed, *lying, *came], number)
-        living = {record.peer for record in at_work(await self.look(), number)}
+        living = {record.peer for record in replica_fetch.at_work(await self.look(), number)}
         if came or any(each.peer in living for each in lying):
             return await self._merged(number, candidates)
         own = max((each.counters.round for each in candidates), default=None)
         shapes, keep = self.layout.shapes[number], partial(self.parts.keep, kind=SNAPSHOT)
-        kept = await fetch_snapshots(self.network, self.recipe, self.look, number, shapes, own, keep)
+        kept = await replica_fetch.fetch_snapshots(self.network, self.recipe, self.look, number, shapes, own, keep)
         if not isinstance(kept, UserError):
             return await self._with_snapshot(number, candidates, kept[0])
         if not candidates:
@@ -245,7 +224,7 @@ class SwarmExport:
         here, shapes = [each.peer for each in lying], self.layout.shapes[number]
         came = [
             await asyncio.to_thread(self.parts.keep, copy)
-            async for copy in fetched(self.network, self.recipe.digest, self.look, number, shapes, here)
+            async for copy in replica_fetch.fetched(self.network, self.recipe.digest, self.look, number, shapes, here)
         ]
         return lying, came
 
@@ -254,7 +233,7 @@ class SwarmExport:
         return await asyncio.to_thread(merged, number, filed, self.layout.shapes[number], rounds_behind)
 
     async def _rounds(self, number: int) -> list[int]:
-        return [record.round for record in at_work(await self.look(), number)]
+        return [record.round for record in replica_fetch.at_work(await self.look(), number)]
 
 
 def parts_of(out: Path, recipe: RunFileText, layout: Dimensions) -> PartsDirectory:
@@ -271,7 +250,7 @@ class _Writer(NamedTuple):
     recipe: RunFileText
     layout: ModelLayout | ForeignLayout
     data: DataConfig
-    wanted: AdapterExport
+    wanted: adapter_files.AdapterExport
     base: Sequence[Path]
     evaluations: tuple[Evaluation, ...]
 
@@ -296,11 +275,11 @@ class _Writer(NamedTuple):
             load = f"module.load_state_dict(safetensors.torch.load_file('{PARAMETERS}'), strict=False)"
             return "\n".join(self._told(stages, notes, f"{load} puts them into the module."))
         notes = self._provenance(stages, untied=layout.prepared.tied and (layout.adapter is None or self.wanted.merge))
-        frozen = are_frozen(self.recipe.run.model, self.base)
+        frozen = adapter_files.are_frozen(self.recipe.run.model, self.base)
         tokenizer, loads = open_tokenizer(self.data), "AutoModelForCausalLM.from_pretrained"
         weights: list[dict[str, Tensor]] = [stage.weights for stage in stages]
         if layout.adapter is not None and not self.wanted.merge:
-            adapter = peft_adapter(self.recipe.run, layout, None if frozen else self.wanted.base, weights)
+            adapter = adapter_files.peft_adapter(self.recipe.run, layout, None if frozen else self.wanted.base, weights)
             write_adapter(self.out, *adapter, tokenizer, notes)
             loads = "PeftModel.from_pretrained, over the model that the run started from"
         else:
@@ -308,7 +287,7 @@ class _Writer(NamedTuple):
                 weights = [layout.ordinary(number, each) for number, each in enumerate(weights)]
             else:
                 form = layout.adapter.base if frozen else "float32"
-                weights = [merged_weights(layout, self.base, form, weights)]
+                weights = [adapter_files.merged_weights(layout, self.base, form, weights)]
             generation = own_generation(self.recipe.run.model, self.data)
             write_checkpoint(self.out, layout.prepared.config, weights, tokenizer, notes, generation)
         lines = self._told(stages, notes, f"Load it with {loads}.")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from noloco_node.errors import reason_of, storage_error
+from noloco_node.errors import os_errors_as, storage_error
 from noloco_node.export.continue_run import sections
 from noloco_node.planning.checkpoint_map import CheckpointMap, opened
 from noloco_node.planning.model_layout import model_layout
@@ -27,10 +27,8 @@ from noloco_node.units import format_bytes
 from pipeline.adapters import frozen_weights
 from pipeline.partition import empty_slice
 
-WORTH = 0.9
-"""Share of the checkpoint's bytes up to which its owner keeps a second copy of the model."""
-FILE_BYTES = 4 * 2**30
-"""A file that has so much takes no further tensor."""
+WORTH = 0.9  # share of the checkpoint's bytes up to which its owner keeps a second copy of the model
+FILE_BYTES = 4 * 2**30  # a file that has so much takes no further tensor
 
 
 def with_frozen_files(text: str, origin: Path, out: Path, *, overwrite: bool) -> str:
@@ -53,16 +51,13 @@ def with_frozen_files(text: str, origin: Path, out: Path, *, overwrite: bool) ->
             check_free(out)
         sizes = f"{format_bytes(size_bytes)} instead of {format_bytes(before_bytes)}"
         say(f"writing the model in {run.adapter.base} to {out}: {sizes} for each machine to fetch")
-        try:
-            with locked_aside(out) as aside:
-                written = _write(arrays, aside, run.adapter.base)
-                for each in run.data.tokenizer_files:
-                    flush(Path(shutil.copy(origin / each.file, aside)))
-                lines = "\n\n".join((*sections("model.frozen_files", written), "[[model.weights]]"))
-                _put(aside, out, overwrite=overwrite)
-        except OSError as error:
-            what = f"The frozen model cannot be written to {out}."
-            raise storage_error(what, reason_of(error), "free some space, or write the run file elsewhere") from error
+        what, hint = f"The frozen model cannot be written to {out}.", "free some space, or write the run file elsewhere"
+        with os_errors_as(storage_error, what, hint), locked_aside(out) as aside:
+            written = _write(arrays, aside, run.adapter.base)
+            for each in run.data.tokenizer_files:
+                flush(Path(shutil.copy(origin / each.file, aside)))
+            lines = "\n\n".join((*sections("model.frozen_files", written), "[[model.weights]]"))
+            _put(aside, out, overwrite=overwrite)
     return text.replace("[[model.weights]]", lines, 1)
 
 

@@ -49,11 +49,7 @@ class WholeModel:
     """
 
     def __init__(
-        self,
-        layout: ModelLayout,
-        stages: Sequence[MergedReplicas],
-        text: HeldOutText,
-        base: Sequence[Path] = (),
+        self, layout: ModelLayout, stages: Sequence[MergedReplicas], text: HeldOutText, base: Sequence[Path] = ()
     ) -> None:
         self._layout, self._text = layout, text
         if layout.adapter is None:

@@ -33,8 +33,7 @@ from noloco_node.terminal import say
 from pipeline.partition import skeleton
 
 PARAMETERS = "model.safetensors"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-"""PEFT's name of the file."""
+ADAPTER_WEIGHTS = "adapter_model.safetensors"  # PEFT's name of the file
 
 
 def quiet_unless_watched() -> None:

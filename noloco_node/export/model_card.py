@@ -16,8 +16,7 @@ from noloco_node.run.peer_state import Evaluation
 from noloco_node.run.runfile import decode_run
 
 CARD, CURVE = "README.md", "held-out-loss.png"
-MOST_ROWS = 24
-"""Of a table: more evaluations are thinned out, further replicas counted."""
+MOST_ROWS = 24  # of a table: more evaluations are thinned out, further replicas counted
 
 
 class Library(StrEnum):

@@ -24,16 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from noloco_node.errors import Exit, UserError, reason_of
-from noloco_node.state_sync.replica_mean import (
-    LEAST_REPLICAS,
-    LeftOut,
-    ReplicaSummary,
-    drop_outliers,
-    drop_strangers,
-    mean_of,
-    norm_of,
-    products_of,
-)
+from noloco_node.state_sync import replica_mean
 from noloco_node.storage import atomic_file
 from noloco_node.storage.checkpoint import Checkpoint, Counters, arrays_of, counters_of, evaluated_in, files, load
 from noloco_node.storage.home import HomePaths
@@ -41,8 +32,7 @@ from noloco_node.terminal import say
 from pipeline.hardware.split_weights import values_of
 
 LOOKS = 3  # at a directory of which all files that were listed have been rotated away
-SNAPSHOT = "snapshot-"
-"""In the name of the file of a snapshot."""
+SNAPSHOT = "snapshot-"  # in the name of the file of a snapshot
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -133,7 +123,7 @@ class ReplicaReader:
                 self._files.append(file)
             self._open = opening.pop_all()
 
-    def standing(self, place: int) -> ReplicaSummary:
+    def standing(self, place: int) -> replica_mean.ReplicaSummary:
         each = self.filed[place]
         return _summary(each.peer, each.counters, (self._tensor(place, number) for number in range(len(self._names))))
 
@@ -146,16 +136,17 @@ class ReplicaReader:
 
     def alike(self, places: Sequence[int]) -> tuple[list[int], dict[int, float]]:
         """Return which of these replicas are alike, and the cosines of the others."""
-        if len(places) < LEAST_REPLICAS:
+        if len(places) < replica_mean.LEAST_REPLICAS:
             return list(places), {}
         everyone = range(len(self.filed))
         tensors = ([self._tensor(place, number) for place in everyone] for number in range(len(self._names)))
-        return drop_strangers(products_of(tensors), places)
+        return replica_mean.drop_strangers(replica_mean.products_of(tensors), places)
 
     def mean(self, places: Sequence[int]) -> dict[str, Tensor]:
         """Return the mean of some replicas by name; memory holds it and one tensor of each."""
         return {
-            name: mean_of([self._tensor(place, number) for place in places]) for number, name in enumerate(self._names)
+            name: replica_mean.mean_of([self._tensor(place, number) for place in places])
+            for number, name in enumerate(self._names)
         }
 
     def mean_with(self, mean: Mapping[str, Tensor], of: int, place: int) -> dict[str, Tensor]:
@@ -173,13 +164,13 @@ class ReplicaReader:
         self._open.close()
 
 
-def _summary(peer: str, counters: Counters, weights: Iterator[Tensor]) -> ReplicaSummary:
-    return ReplicaSummary(
+def _summary(peer: str, counters: Counters, weights: Iterator[Tensor]) -> replica_mean.ReplicaSummary:
+    return replica_mean.ReplicaSummary(
         peer=peer,
         round=counters.round,
         inner_steps=counters.inner_steps,
         progress=counters.progress,
-        norm=norm_of(weights),
+        norm=replica_mean.norm_of(weights),
     )
 
 
@@ -190,8 +181,8 @@ class MergedReplicas(NamedTuple):
     """
 
     weights: dict[str, Tensor]
-    taken: tuple[ReplicaSummary, ...]
-    left_out: tuple[LeftOut, ...]
+    taken: tuple[replica_mean.ReplicaSummary, ...]
+    left_out: tuple[replica_mean.LeftOut, ...]
     kept_by: str | None = None
 
 
@@ -200,10 +191,10 @@ def merged(stage: int, filed: Sequence[ReplicaFile], shapes: Shapes, rounds_behi
     try:
         with ReplicaReader(filed, shapes) as opened:
             standings = [opened.standing(place) for place in range(len(filed))]
-            kept, left_out = drop_outliers(standings, rounds_behind)
+            kept, left_out = replica_mean.drop_outliers(standings, rounds_behind)
             kept, strangers = opened.alike(kept)
             left_out += [
-                LeftOut(peer=filed[place].peer, why=f"not like the others: cosine {cosine:.2f}")
+                replica_mean.LeftOut(peer=filed[place].peer, why=f"not like the others: cosine {cosine:.2f}")
                 for place, cosine in strangers.items()
             ]
             if kept:
@@ -239,7 +230,9 @@ def best_evaluated(homes: Sequence[Path], run_id: str, shapes: Shapes) -> tuple[
             continue
         taken, loss = _summary(counters.peer, counters, iter(weights)), counters.held_out_loss
         left_out = [
-            LeftOut(peer=each.peer, why=f"loss {each.held_out_loss:.4f} at its best, the least is {loss:.4f}")
+            replica_mean.LeftOut(
+                peer=each.peer, why=f"loss {each.held_out_loss:.4f} at its best, the least is {loss:.4f}"
+            )
             for other, each in found.items()
             if other != path
         ]
@@ -257,8 +250,8 @@ class StagePart(msgspec.Struct, frozen=True, kw_only=True):
 
     run_id: str
     stage: int
-    taken: tuple[ReplicaSummary, ...]
-    left_out: tuple[LeftOut, ...]
+    taken: tuple[replica_mean.ReplicaSummary, ...]
+    left_out: tuple[replica_mean.LeftOut, ...]
     kept_by: str | None = None
 
 

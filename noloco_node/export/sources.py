@@ -23,8 +23,7 @@ from noloco_node.swarm import invite as invites
 from noloco_node.swarm.run_distribution import RunFileText
 
 NOTES = "noloco.json"
-ADAPTER_CONFIG = "adapter_config.json"
-"""PEFT's name of the file that makes a directory an adapter's."""
+ADAPTER_CONFIG = "adapter_config.json"  # PEFT's name of the file that makes a directory an adapter's
 
 
 def check_export(out: Path, invite: str | None, homes: Sequence[Path], *, best: bool = False) -> None:
@@ -173,9 +172,7 @@ def _adapted_by(directory: Path) -> Path:
         settings = msgspec.json.decode((directory / ADAPTER_CONFIG).read_bytes(), type=dict[str, Any])
     except (OSError, RecursionError, msgspec.DecodeError) as error:
         raise config_error(
-            f"{directory} holds no adapter that can be read.",
-            why=f"{ADAPTER_CONFIG}: {error}",
-            hint="copy or export it again",
+            f"{directory} holds no adapter that can be read.", f"{ADAPTER_CONFIG}: {error}", "copy or export it again"
         ) from error
     named = settings.get("base_model_name_or_path")
     with suppress(OSError, RuntimeError):  # a name may be of another machine: too long, of no user, or not ours to read

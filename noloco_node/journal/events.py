@@ -15,8 +15,7 @@ from msgspec import structs
 from gossip.interface import OuterStepTaken, PartnerTooStale, RoundSkipped
 from noloco_node.run.peer_state import LONGEST_DETAIL, Evaluation, PeerState, Wait, WaitCause
 
-RUN_OVER = "the run is over"
-"""Why training has ended whose budget is used up (`Finished.why`)."""
+RUN_OVER = "the run is over"  # why training has ended whose budget is used up (`Finished.why`)
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
@@ -114,8 +113,7 @@ class Budget(_Event, frozen=True, tag="budget"):
     bytes: dict[str, float]
 
 
-DISK = "disk"
-"""What is noticed where the disk refuses a checkpoint."""
+DISK = "disk"  # what is noticed where the disk refuses a checkpoint
 
 
 class Noticed(_Event, frozen=True, tag="noticed"):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from noloco_node.errors import config_error
+from noloco_node.errors import config_error, os_errors_as
 from noloco_node.journal.events import Event, decode
 from noloco_node.journal.writer import rotated
 from noloco_node.storage.home import JOURNAL
@@ -18,20 +19,15 @@ def read(path: Path) -> Iterator[Event]:
     A missing journal has no events; one that cannot be read is a `UserError`.
     """
     for half in (rotated(path), path):
-        try:
-            with half.open("rb") as lines:
-                for line in lines:
-                    event = decode(line)
-                    if event is not None:
-                        yield event
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise config_error(
-                f"The journal {half} cannot be read.",
-                error.strerror or str(error),
-                "give the home of a node, and read it as the user who runs that node",
-            ) from error
+        hint = "give the home of a node, and read it as the user who runs that node"
+        with (
+            os_errors_as(config_error, f"The journal {half} cannot be read.", hint),
+            suppress(FileNotFoundError),
+            half.open("rb") as lines,
+        ):
+            for line in lines:
+                if (event := decode(line)) is not None:
+                    yield event
 
 
 class Tail:

@@ -20,13 +20,12 @@ from typing import Self
 
 import msgspec
 
-from noloco_node.errors import storage_error
+from noloco_node.errors import os_errors_as, storage_error
 from noloco_node.journal import events
 from noloco_node.journal.events import Event, fields_of
 from noloco_node.tasks import loop_s
 
-MAX_BYTES = 64 * 2**20
-"""Some 300,000 inner steps."""
+MAX_BYTES = 64 * 2**20  # some 300,000 inner steps
 
 
 class Journal:
@@ -36,14 +35,9 @@ class Journal:
         """Open `path` for appending; raise `UserError` where it cannot be opened at all."""
         self._path, self._max_bytes, self._now = path, max_bytes, now
         self._closed = False
-        try:
+        hint = "free some space, or give another directory with --home"
+        with os_errors_as(storage_error, f"cannot open the journal {path}", hint):
             self._file = _open(path)
-        except OSError as error:
-            raise storage_error(
-                f"cannot open the journal {path}",
-                why=error.strerror or str(error),
-                hint="free some space, or give another directory with --home",
-            ) from error
         self._size, self._torn = _size_and_torn(path)
 
     def write(self, event: Event) -> None:
@@ -102,14 +96,11 @@ def _size_and_torn(path: Path) -> tuple[int, bool]:
         return size, file.read(1) != b"\n"
 
 
-ONE_BY_ONE = 32
-"""Refusals and losses by one peer of one kind; of violations the first alone."""
+ONE_BY_ONE = 32  # refusals and losses by one peer of one kind; of violations the first alone
 PERIOD_S = 3600.0
-MOST_KINDS = 256
-"""Kinds counted apart; further ones, of many identities, are counted together."""
+MOST_KINDS = 256  # kinds counted apart; further ones, of many identities, are counted together
 
-MOST_HOPS = 32
-"""Next hops in one line: 32 names are 2 KiB, 17 MB a day."""
+MOST_HOPS = 32  # next hops in one line: 32 names are 2 KiB, 17 MB a day
 
 _Throttled = events.RefusedMicrobatch | events.Lost | events.PeerViolation | events.SpotCheck
 

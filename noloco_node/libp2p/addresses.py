@@ -21,18 +21,15 @@ from multiaddr.exceptions import Error as MultiaddrError
 from noloco_node.errors import Exit, UserError, config_error
 
 _FAMILIES = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
-RELAYS_KEY = "relays"
-"""Of the records, after the run's id; each is a MessagePack list of addresses that end in /p2p/ID."""
-RELAY_PLACES = 4
-"""Addresses of one relay."""
+RELAYS_KEY = "relays"  # of the records, after the run's id; each is a MessagePack list of addresses that end in /p2p/ID
+RELAY_PLACES = 4  # addresses of one relay
 _MOST_RELAYS = 16
 _ADDRESS_CHARACTERS = 256
 
 _PLACES = msgspec.msgpack.Decoder(list[str])
 
 
-_MOST_KNOWN = 32
-"""Peers whose last place a `KnownPeers` remembers."""
+_MOST_KNOWN = 32  # peers whose last place a `KnownPeers` remembers
 
 
 _MEANINGS = {

@@ -34,13 +34,11 @@ from noloco_node.network.schema import Schema, Violation
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_MOMENT_S = 2.0
-"""Once one peer has answered, the others have so long."""
+_MOMENT_S = 2.0  # once one peer has answered, the others have so long
 _LATE = "it did not answer while others did"
 _ANSWER_BYTES = 1 << 20
 _PREAMBLE_BYTES = 64 * 1024
-_PROOF_S = 20.0
-"""The proof, which callers send at once, has so long to come."""
+_PROOF_S = 20.0  # the proof, which callers send at once, has so long to come
 _MOST_UNPROVEN = 256
 
 

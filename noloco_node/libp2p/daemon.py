@@ -39,27 +39,23 @@ from noloco_node.libp2p.settings import Reachability
 
 logger = logging.getLogger(__name__)
 
-WITHIN_S = 600.0
-"""Deaths that lie farther back say nothing about the next one."""
+WITHIN_S = 600.0  # deaths that lie farther back say nothing about the next one
 MOST_DEATHS = 10
 _LONGEST_PAUSE_S = 30.0
 _READY = "Peer ID:"
 _GREETINGS = ("Control socket:", "Peer Addrs:", "/")
 _TERMINATE_S = 2.0
 _NEWS_S = 0.2
-_END_S = 0.05
-"""Between the end of a process's output and its own."""
+_END_S = 0.05  # between the end of a process's output and its own
 _OUTPUT_BYTES = 1 << 16
 
 
 _PREFIX = "noloco-"
 _MARK = "owner"
-_LONGEST_SOCKET_PATH = 100
-"""The kernel's limit for the path of a Unix socket is 108 bytes."""
+_LONGEST_SOCKET_PATH = 100  # the kernel's limit for the path of a Unix socket is 108 bytes
 
 
-RELAY_TIME_S, RELAY_DATA_BYTES = 24 * 3600, 1 << 40
-"""What our relays grant each circuit."""
+RELAY_TIME_S, RELAY_DATA_BYTES = 24 * 3600, 1 << 40  # what our relays grant each circuit
 _ENOUGH_RELAYS = 4
 _RELAY_BUFFER_BYTES = 256 * 1024
 """Each way of each circuit. By default 16 MiB: strangers who open circuits would take the memory."""

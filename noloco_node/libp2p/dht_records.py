@@ -28,15 +28,7 @@ from noloco_node.admission.ticket_service import Quota
 from noloco_node.errors import storage_error
 from noloco_node.libp2p.addresses import RELAYS_KEY, PeerAddress
 from noloco_node.libp2p.control import Control
-from noloco_node.libp2p.hivemind_compat import (
-    CALLER,
-    CallRules,
-    DaemonClient,
-    DhtEntries,
-    DhtNode,
-    HivemindParts,
-    PeerId,
-)
+from noloco_node.libp2p.hivemind_compat import CALLER, CallRules, DaemonClient, DhtNode, HivemindParts, PeerId
 from noloco_node.libp2p.record_checks import (
     RECORD_BYTES,
     RECORD_LIFETIME_S,
@@ -54,8 +46,7 @@ from noloco_node.libp2p.settings import NetworkSettings, RunSecret
 from noloco_node.libp2p.short_answers import Version
 from noloco_node.tasks import loop_s
 
-_ANSWER_S = 5.0
-"""A node of the DHT has so long to answer one question."""
+_ANSWER_S = 5.0  # a node of the DHT has so long to answer one question
 _MOST_PLACES = 4096
 _CLOSE_S = 2.0
 CHECKS_AT_ONCE, CHECK_REFILL_S = 512, 0.1
@@ -78,8 +69,7 @@ class DhtRecords:
         self._salt = os.urandom(16)
         self._checks = Quota(CHECKS_AT_ONCE, CHECK_REFILL_S)
         self._expiry: dict[tuple[str, str], float] = {}
-        self.unpublished = 0
-        """Records that the DHT did not take."""
+        self.unpublished = 0  # records that the DHT did not take
 
     @property
     def neighbours(self) -> int:
@@ -89,18 +79,15 @@ class DhtRecords:
         self, parts: HivemindParts, client: DaemonClient, bootstrap: Sequence[PeerAddress], wait_s: float
     ) -> bool:
         """Become a node of the DHT; say whether a peer that we join by answers."""
-        signatures, rules = (
-            Signatures(self._accepts, self._may_check),
-            CallRules(self._secret.code, self._settings.admission),
-        )
+        signatures = Signatures(self._accepts, self._may_check)
+        rules = CallRules(self._secret.code, self._settings.admission)
         node = await self._control.bounded(DhtNode.create(parts, client, signatures, rules, _ANSWER_S), wait_s)
         node.replace_store(BoundedStorage(node.storage).store)
-
-        def prune(place: bytes, dictionary: DhtEntries) -> None:
-            holders = self._places.get(place)
-            keep_believed(place, dictionary, signatures, () if holders is None else holders.known, self._salt)
-
-        node.filter_answers(prune)
+        node.filter_answers(
+            lambda place, entries: keep_believed(
+                place, entries, signatures, self._places.get(place, Holders()).known, self._salt
+            )
+        )
         self._node = node
         return await node.join([parts.PeerID.from_base58(address.peer) for address in bootstrap], _ANSWER_S)
 

@@ -38,12 +38,10 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.node_search import NodeSearch
 from noloco_node.libp2p.short_answers import Version, names, restored, shortened
 
-_LOADING = threading.Lock()
-"""A program may start two peers, each in a thread of its own."""
+_LOADING = threading.Lock()  # a program may start two peers, each in a thread of its own
 _MOST_GHOSTS = 64
 _MOST_REFUSED = 1024
-_SILENT_S = 15.0
-"""A peer that did not answer is left out for so long."""
+_SILENT_S = 15.0  # a peer that did not answer is left out for so long
 _BUCKET = 8
 """Neighbours in a bucket of the routing table, and in an answer. hivemind's 20 make each answer 0.6 kB longer."""
 
@@ -158,21 +156,14 @@ class DhtNode:
 
     def __init__(self, node: Any, id_of: Callable[[PeerId], Any], admission: AdmissionState | None = None) -> None:
         self._node, self._id_of, self._admission = node, id_of, admission
-        self.storage: LocalStorage = node.protocol.storage
-        """What we keep for others."""
+        self.storage: LocalStorage = node.protocol.storage  # what we keep for others
         self._refused: dict[PeerId, None] = {}
         """Peers whose nodes have said another id than theirs; the one refused last comes last."""
-        self._is_known = False
-        """Whether we have asked the nodes near our place, which take note of those that ask."""
+        self._is_known = False  # whether we have asked the nodes near our place, which take note of those that ask
 
     @classmethod
     async def create(
-        cls,
-        parts: HivemindParts,
-        client: DaemonClient,
-        validator: RecordValidator,
-        rules: CallRules,
-        answer_s: float,
+        cls, parts: HivemindParts, client: DaemonClient, validator: RecordValidator, rules: CallRules, answer_s: float
     ) -> DhtNode:
         """Become a node of a DHT, in which others have `answer_s` for each answer; it caches nothing."""
 

@@ -54,10 +54,8 @@ from noloco_node.network.schema import Schema
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
-REJOIN_S = 15.0
-"""Between two looks at who is connected."""
-_RELAY_S = 10.0
-"""A relay has so long to give us a place."""
+REJOIN_S = 15.0  # between two looks at who is connected
+_RELAY_S = 10.0  # a relay has so long to give us a place
 _LOOK_S = 0.2
 _MOST_CIRCUITS = 2
 _CIRCUIT = "/p2p-circuit"
@@ -81,10 +79,7 @@ class Libp2pNetwork:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls,
-        settings: NetworkSettings,
-        tell: Callable[[str], None] = logger.warning,
-        met: KnownPeers | None = None,
+        cls, settings: NetworkSettings, tell: Callable[[str], None] = logger.warning, met: KnownPeers | None = None
     ) -> AsyncIterator[Libp2pNetwork]:
         """Join the network for as long as the context; `UserError`, with what to try, when that cannot be.
 

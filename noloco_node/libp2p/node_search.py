@@ -15,12 +15,9 @@ from typing import Generic, TypeVar
 
 Peer = TypeVar("Peer")
 
-AT_ONCE, MOST_ASKED = 4, 48
-"""Nodes that a search asks at the same time, and in all."""
-MOST_NAMED = 32
-"""Nodes of one answer that are looked at."""
-MOST_WRONG = 3
-"""A node is believed until so many of those that it named, and as many as have answered, are silent."""
+AT_ONCE, MOST_ASKED = 4, 48  # nodes that a search asks at the same time, and in all
+MOST_NAMED = 32  # nodes of one answer that are looked at
+MOST_WRONG = 3  # a node is believed until so many of those that it named, and as many as have answered, are silent
 
 
 class NodeSearch(Generic[Peer]):

@@ -28,13 +28,7 @@ import msgspec
 from msgspec import Meta
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p.addresses import (
-    beyond_this_machine,
-    bootstrap_address,
-    checked_relays,
-    parse_peer_address,
-    port_of,
-)
+from noloco_node.libp2p import addresses
 from noloco_node.libp2p.control import Control, PeerContext, StreamDialer
 from noloco_node.libp2p.daemon import DaemonConfig
 from noloco_node.libp2p.hivemind_compat import daemon_trouble
@@ -47,13 +41,10 @@ TOPIC = "reach"
 _GREETING = b"/multistream/"
 _GREETING_BYTES = 20
 _DIAL_S = 4.0
-_LOOK_S = 6.0
-"""The DHT has so long to tell of relays."""
-ASK_S = 12.0
-"""A peer has so long to answer, its attempts included."""
+_LOOK_S = 6.0  # the DHT has so long to tell of relays
+ASK_S = 12.0  # a peer has so long to answer, its attempts included
 _MOST_PORTS = 2
-_MOST_DIALS = 8
-"""Attempts at the same time, on behalf of all askers."""
+_MOST_DIALS = 8  # attempts at the same time, on behalf of all askers
 
 
 _FIND_S = 4.0
@@ -184,7 +175,7 @@ def preflight_goal(settings: NetworkSettings, *, identity_is_old: bool) -> Prefl
 
 def dialled_ports(listen: Sequence[str]) -> tuple[int, ...]:
     """Return the ports on which others can try to dial us: TCP, beyond this machine. Open ones count as 0."""
-    return tuple(port_of(text) for text in beyond_this_machine(listen) if "/tcp/" in text)
+    return tuple(addresses.port_of(text) for text in addresses.beyond_this_machine(listen) if "/tcp/" in text)
 
 
 async def preflight(
@@ -195,7 +186,7 @@ async def preflight(
     The peers that we join by may be out of reach: then nothing is found out here, and the session says why.
     """
     settings, identity = context.settings, context.directory / "scout.key"
-    doors, timeouts = [bootstrap_address(text) for text in settings.bootstrap], settings.timeouts
+    doors, timeouts = [addresses.bootstrap_address(text) for text in settings.bootstrap], settings.timeouts
     ensure_identity(identity)
     place = f"-hostAddrs={','.join(config.listen)}" if goal.reach else "-noListenAddrs=1"
     chosen = (f"-id={identity}", place, "-dhtClient=1", "-tls=1", "-relay=1", "-idleTimeout=30s")
@@ -257,22 +248,18 @@ async def _ask(dialer: StreamDialer, peer: str, ports: tuple[int, ...]) -> DialB
 
 
 def choose_daemon_config(
-    settings: NetworkSettings,
-    config: DaemonConfig,
-    own: Sequence[str],
-    verdict: ReachVerdict,
-    tell: Callable[[str], None],
+    settings: NetworkSettings, config: DaemonConfig, own: Sequence[str], said: ReachVerdict, tell: Callable[[str], None]
 ) -> DaemonConfig:
     """Return how to start our daemon after what others said; `own`: the addresses that it knows itself."""
-    relays = checked_relays([*settings.relays, *verdict.relays])
-    if settings.reach is Reachability.AUTO and verdict.dialled is not False:
-        new = [place for place in verdict.places if place not in own]
+    relays = addresses.checked_relays([*settings.relays, *said.relays])
+    if settings.reach is Reachability.AUTO and said.dialled is not False:
+        new = [place for place in said.places if place not in own]
         if not new:
             return config
         tell(f"others reach us at {' and '.join(new)}: announcing that")
-        return msgspec.structs.replace(config, announce=(*beyond_this_machine(own), *new))
+        return msgspec.structs.replace(config, announce=(*addresses.beyond_this_machine(own), *new))
     if relays:
-        count = len({parse_peer_address(text).peer for text in relays})
+        count = len({addresses.parse_peer_address(text).peer for text in relays})
         reason = (
             "as you asked" if settings.reach is Reachability.RELAYED else "nobody can dial us, a router is in between"
         )

@@ -30,8 +30,7 @@ from noloco_node.libp2p.hivemind_compat import DhtEntries, LocalStorage, forget_
 RECORD_BYTES = 8 * 1024
 RECORD_LIFETIME_S = 3600.0
 _CLOCK_ERROR_S = 60.0
-_LENGTH_BYTES = 5
-"""MessagePack adds so much to the bytes of a value."""
+_LENGTH_BYTES = 5  # MessagePack adds so much to the bytes of a value
 _SUBKEY_BYTES = 128
 SIGNATURE_BYTES: Final = 64
 _PURPOSE = b"noloco record 1\x00"
@@ -39,15 +38,11 @@ VERDICTS = 2**12
 _SECRET = os.urandom(32)
 _MOST_KEYS = 4096
 MOST_SUBKEYS = 2048
-MOST_KEYS_OF_ONE = 128
-"""A peer has one record for each stage that it lately served, and a few besides."""
-_KEY_BYTES = 2 * 1024 * 1024
-"""Of all records under one key: an answer that is twice as large cannot be sent."""
-_ALL_BYTES = 128 * 1024 * 1024
-"""Of all records kept for others, with what Python adds to each."""
+MOST_KEYS_OF_ONE = 128  # a peer has one record for each stage that it lately served, and a few besides
+_KEY_BYTES = 2 * 1024 * 1024  # of all records under one key: an answer that is twice as large cannot be sent
+_ALL_BYTES = 128 * 1024 * 1024  # of all records kept for others, with what Python adds to each
 _ENTRY_BYTES = 512
-_SLACK = 1.5
-"""Beyond the bounds, for what is kept already and grows."""
+_SLACK = 1.5  # beyond the bounds, for what is kept already and grows
 
 
 class Signer:
@@ -214,8 +209,7 @@ class BoundedStorage:
 
     def __init__(self, storage: LocalStorage) -> None:
         self._storage, self._store = storage, storage.store_subkey
-        self._sizes: dict[Any, int] = {}
-        """By key, in bytes."""
+        self._sizes: dict[Any, int] = {}  # by key, in bytes
 
     def store(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
         """Store a record if there is room for it; says whether it was stored, as hivemind's `store_subkey` does."""

@@ -23,8 +23,7 @@ WRITTEN, SEARCHED = 3, 12
 """Nodes that a record is stored with, with which readings take turns, and nodes that a search finds."""
 MORE_EVERY = 12
 """One of so many publications, or readings, goes to more nodes. Records in the DHT outlive the time between two."""
-SEARCH_S, SEARCH_AGAIN_S = 180.0, 5.0
-"""A search is good for so long; after one, the next waits at least so long."""
+SEARCH_S, SEARCH_AGAIN_S = 180.0, 5.0  # a search is good for so long; after one, the next waits at least so long
 SEARCH_PAUSES, LONGEST_SEARCH_S = 12, 3600.0
 """While all nodes answer well, a search is good for so many pauses between two uses, and for so long at most."""
 DOUBTED_S, SILENT_S = 600.0, 30.0
@@ -33,8 +32,7 @@ STALE_S, STALE_PERIODS = 15.0, 1.5
 """A record that has not changed for so long, or for so many times of its last two versions' distance, may have a newer
 version elsewhere.
 """
-MARGIN_S = 60.0
-"""A record that expires within this time may be gone by another node's clock."""
+MARGIN_S = 60.0  # a record that expires within this time may be gone by another node's clock
 
 
 class _Known(NamedTuple):
@@ -49,8 +47,7 @@ class Holders:
     """What we know of one place: the nodes near it, and the records that were there."""
 
     def __init__(self) -> None:
-        self.known: dict[str, _Known] = {}
-        """The records that the last reading found, by subkey."""
+        self.known: dict[str, _Known] = {}  # the records that the last reading found, by subkey
         self._nearest: tuple[PeerId, ...] = ()
         self._doubted_until_s: dict[PeerId, float] = {}
         self._took: dict[PeerId, float] = {}
@@ -58,8 +55,7 @@ class Holders:
         self._searched_s, self._neighbours = float("-inf"), 0
         self._used_s, self._pause_s = 0.0, 0.0
         """When we last read or wrote here (loop seconds), and how long after the time before."""
-        self._in_doubt = False
-        """Whether a node did not answer well since the last search."""
+        self._in_doubt = False  # whether a node did not answer well since the last search
         self._readings = self._writings = 0
 
     # Which nodes there are.

@@ -31,6 +31,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from noloco_node.errors import UserError
+from noloco_node.libp2p import daemon
 from noloco_node.libp2p.addresses import (
     RELAY_PLACES,
     PeerAddress,
@@ -44,22 +45,13 @@ from noloco_node.libp2p.addresses import (
     with_ports_chosen,
 )
 from noloco_node.libp2p.control import Control, PeerContext, delimited, read_delimited
-from noloco_node.libp2p.daemon import (
-    MOST_DEATHS,
-    RELAY_DATA_BYTES,
-    RELAY_TIME_S,
-    DaemonConfig,
-    relay_arguments,
-    restart_pause_s,
-)
 from noloco_node.libp2p.hivemind_compat import daemon_trouble
 from noloco_node.libp2p.settings import NetworkSettings, ensure_identity
 
 logger = logging.getLogger(__name__)
 
 HOP = "/libp2p/circuit/relay/0.2.0/hop"
-_RESERVE = b"\x02\x08\x00"
-"""A message of two bytes: field 1, the kind, is 0."""
+_RESERVE = b"\x02\x08\x00"  # a message of two bytes: field 1, the kind, is 0
 _LIMIT, _STATUS, _OK = 4, 5, 100
 _DURATION, _DATA = 1, 2
 _LIFETIME_S = 300.0
@@ -92,14 +84,14 @@ class RelayPool(NamedTuple):
     ask: Callable[[Sequence[PeerAddress]], Awaitable[Grant]]
 
 
-def relay_configs(settings: NetworkSettings, identities: Sequence[Path]) -> tuple[DaemonConfig, ...]:
+def relay_configs(settings: NetworkSettings, identities: Sequence[Path]) -> tuple[daemon.DaemonConfig, ...]:
     """Return how each relay is started: at the addresses of the settings, with its number added to every port.
 
     None where only this machine can reach us: it needs no relay. `UserError` when an address is wrong or a port taken.
     """
     if not beyond_this_machine(settings.listen):
         return ()
-    made: list[DaemonConfig] = []
+    made: list[daemon.DaemonConfig] = []
     for number, identity in enumerate(identities, 1):
         listen = _shifted(settings.listen, number)
         announce = _shifted(settings.announce, number)
@@ -108,7 +100,7 @@ def relay_configs(settings: NetworkSettings, identities: Sequence[Path]) -> tupl
             check_announce(announce)
         except UserError as trouble:
             raise _no_place(trouble, number, len(identities)) from None
-        made.append(DaemonConfig(identity=identity, listen=with_ports_chosen(listen), announce=announce))
+        made.append(daemon.DaemonConfig(identity=identity, listen=with_ports_chosen(listen), announce=announce))
     return tuple(made)
 
 
@@ -127,7 +119,7 @@ def _shifted(addresses: Sequence[str], number: int) -> tuple[str, ...]:
 
 
 @asynccontextmanager
-async def relaying(pool: RelayPool, chosen: Sequence[DaemonConfig]) -> AsyncIterator[tuple[str, ...]]:
+async def relaying(pool: RelayPool, chosen: Sequence[daemon.DaemonConfig]) -> AsyncIterator[tuple[str, ...]]:
     """Run relays as long as the context, and start again those that die; yield their addresses."""
     ready: list[asyncio.Future[tuple[str, ...]]] = []
     tasks: list[asyncio.Task[NoReturn]] = []
@@ -146,12 +138,12 @@ async def relaying(pool: RelayPool, chosen: Sequence[DaemonConfig]) -> AsyncIter
         await asyncio.gather(*tasks, *ready, return_exceptions=True)
 
 
-async def _keep(pool: RelayPool, config: DaemonConfig, ready: asyncio.Future[tuple[str, ...]]) -> NoReturn:
+async def _keep(pool: RelayPool, config: daemon.DaemonConfig, ready: asyncio.Future[tuple[str, ...]]) -> NoReturn:
     """Run one relay, and start it again when it dies, or grants less than it should."""
-    loop, deaths, starts = asyncio.get_running_loop(), deque[float](maxlen=MOST_DEATHS + 1), 0
+    loop, deaths, starts = asyncio.get_running_loop(), deque[float](maxlen=daemon.MOST_DEATHS + 1), 0
     while True:
         try:
-            async with pool.context.start(relay_arguments(config), RELAY_PROCESSORS) as (control, client):
+            async with pool.context.start(daemon.relay_arguments(config), RELAY_PROCESSORS) as (control, client):
                 peer = str(client.peer_id.to_base58())
                 found = await _addresses(control, peer)
                 starts += 1
@@ -173,17 +165,17 @@ async def _keep(pool: RelayPool, config: DaemonConfig, ready: asyncio.Future[tup
                 ready.set_exception(error)  # or its reader would wait for ever
             raise
         deaths.append(loop.time())
-        wait_s = restart_pause_s(deaths, loop.time())
+        wait_s = daemon.restart_pause_s(deaths, loop.time())
         pool.tell(f"the relay on port {port_of(config.listen[0])} died ({why}); starting it again")
         await asyncio.sleep(30.0 if wait_s is None else wait_s)
 
 
-async def _grants_enough(pool: RelayPool, config: DaemonConfig, peer: str) -> bool:
+async def _grants_enough(pool: RelayPool, config: daemon.DaemonConfig, peer: str) -> bool:
     # Not at the announced address: whether we reach ourselves there is up to our router.
     doors = [PeerAddress(place, peer) for place in from_this_machine(config.listen)]
     for _ in range(_LOOKS):
         try:
-            return (await pool.ask(doors)).covers(Grant(RELAY_TIME_S, RELAY_DATA_BYTES))
+            return (await pool.ask(doors)).covers(Grant(daemon.RELAY_TIME_S, daemon.RELAY_DATA_BYTES))
         except (ConnectionError, UserError) as error:
             # Our daemon may not have noticed yet that this relay's predecessor is gone.
             logger.warning(

@@ -28,8 +28,7 @@ from noloco_node.network.timeouts import PeerLiveness, TimeoutBounds
 from noloco_node.network.wire import WIRE_VERSION
 from noloco_node.storage import atomic_file
 
-EVERYWHERE = ("/ip4/0.0.0.0/tcp/0",)
-"""A free TCP port on all interfaces."""
+EVERYWHERE = ("/ip4/0.0.0.0/tcp/0",)  # a free TCP port on all interfaces
 
 
 PROOF_BYTES = 32
@@ -40,28 +39,18 @@ class TimeoutSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long to wait for what, in seconds."""
 
     beat_s: float = 1.0
-    silence_s: float = 6.0
-    """A peer that was not heard for so long is given up, as long as we do not know its line."""
-    least_silence_s: float = 5.0
-    """Silence of a peer on an even line; three beats at least."""
-    most_silence_s: float = 60.0
-    """Silence of a peer whose line stutters."""
-    stall_s: float = 30.0
-    """A peer that is alive and takes none of our bytes for so long is given up."""
+    silence_s: float = 6.0  # a peer that was not heard for so long is given up, as long as we do not know its line
+    least_silence_s: float = 5.0  # silence of a peer on an even line; three beats at least
+    most_silence_s: float = 60.0  # silence of a peer whose line stutters
+    stall_s: float = 30.0  # a peer that is alive and takes none of our bytes for so long is given up
     most_stall_s: float = 240.0
     """The longest time of a peer whose line was seen to take our bytes in pieces that far apart."""
-    linger_s: float = 30.0
-    """How long a stream that we ended waits for the other's end."""
-    open_s: float = 60.0
-    """For a peer to accept a stream."""
-    return_s: float = 20.0
-    """For another daemon to take the place of one that died."""
-    reach_s: float = 15.0
-    """For a bootstrap peer to answer."""
-    dht_s: float = 20.0
-    """For the DHT to store or find records."""
-    start_s: float = 120.0
-    """For the libp2p daemon to start."""
+    linger_s: float = 30.0  # how long a stream that we ended waits for the other's end
+    open_s: float = 60.0  # for a peer to accept a stream
+    return_s: float = 20.0  # for another daemon to take the place of one that died
+    reach_s: float = 15.0  # for a bootstrap peer to answer
+    dht_s: float = 20.0  # for the DHT to store or find records
+    start_s: float = 120.0  # for the libp2p daemon to start
 
     def silences(self) -> TimeoutBounds:
         return TimeoutBounds(max(self.least_silence_s, 3 * self.beat_s), self.most_silence_s, self.silence_s)
@@ -89,29 +78,21 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 class Reachability(StrEnum):
     """How others come to us."""
 
-    AUTO = "auto"
-    """Ask whom we join by whether they can dial us, and use relays where they cannot."""
-    RELAYED = "relayed"
-    """Through relays alone: we are behind a router that lets nobody in."""
-    OPEN = "open"
-    """Directly, and others may use us as a relay: a bootstrap peer."""
+    AUTO = "auto"  # ask whom we join by whether they can dial us, and use relays where they cannot
+    RELAYED = "relayed"  # through relays alone: we are behind a router that lets nobody in
+    OPEN = "open"  # directly, and others may use us as a relay: a bootstrap peer
 
 
 class NetworkSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What one peer's network needs to know. Addresses are multiaddrs."""
 
-    run: str
-    """The id of the run, which opens it (`RunSecret`). Peers of another run cannot converse with us."""
-    identity: Path | None = None
-    """The key file, created when absent; None for a passing identity."""
+    run: str  # the id of the run, which opens it (`RunSecret`). Peers of another run cannot converse with us
+    identity: Path | None = None  # the key file, created when absent; None for a passing identity
     listen: tuple[str, ...] = EVERYWHERE
-    announce: tuple[str, ...] = ()
-    """Where others can reach us, when the daemon cannot find that out itself."""
-    bootstrap: tuple[str, ...] = ()
-    """Peers to join by, each ending in /p2p/ID; none to begin a new network."""
+    announce: tuple[str, ...] = ()  # where others can reach us, when the daemon cannot find that out itself
+    bootstrap: tuple[str, ...] = ()  # peers to join by, each ending in /p2p/ID; none to begin a new network
     reach: Reachability = Reachability.AUTO
-    relays: tuple[str, ...] = ()
-    """Relays to use before those that the swarm tells of, each ending in /p2p/ID."""
+    relays: tuple[str, ...] = ()  # relays to use before those that the swarm tells of, each ending in /p2p/ID
     lends_line: bool = True
     """Whether peers who find no other relay may use us as one, with libp2p's usual limits for each of them."""
     admission: AdmissionState | None = None
@@ -153,7 +134,8 @@ def ensure_identity(path: Path) -> bool:
         if path.exists():
             _check(path)
             return True
-        _create(path)
+        key = Ed25519PrivateKey.generate()
+        atomic_file.write(path, KEY_HEADER + key.private_bytes_raw() + key.public_key().public_bytes_raw())
         return False
     except OSError as error:
         raise storage_error(
@@ -180,9 +162,3 @@ def _check(path: Path) -> None:
             why=f"{path} holds {len(key)} bytes that are no libp2p private key",
             hint="restore it from a backup, or delete it to become a new peer",
         )
-
-
-def _create(path: Path) -> None:
-    key = Ed25519PrivateKey.generate()
-    content = KEY_HEADER + key.private_bytes_raw() + key.public_key().public_bytes_raw()
-    atomic_file.write(path, content)

@@ -45,19 +45,15 @@ class SendState(Enum):
     """Our half of the conversation."""
 
     BETWEEN_FRAMES = auto()
-    IN_MESSAGE = auto()
-    """A part of a message is out: nothing but the rest of it may follow."""
-    ENDED = auto()
-    """We sent END or ERROR."""
+    IN_MESSAGE = auto()  # a part of a message is out: nothing but the rest of it may follow
+    ENDED = auto()  # we sent END or ERROR
 
 
 class Event(Enum):
     """What the bytes that came mean for the owner."""
 
-    MESSAGE_RECEIVED = auto()
-    """A message waits for `next_message`."""
-    PEER_ENDED = auto()
-    """The other side ended politely: it sends no more, and takes no more messages."""
+    MESSAGE_RECEIVED = auto()  # a message waits for `next_message`
+    PEER_ENDED = auto()  # the other side ended politely: it sends no more, and takes no more messages
 
 
 class StreamClosed(NamedTuple):
@@ -82,18 +78,14 @@ class FrameProtocol:
         self.send_state = _BETWEEN_FRAMES
         self.peer_ended = False
         self.closed: StreamClosed | None = None
-        self.is_full = False
-        """Whether so many messages wait that no more should be read."""
-        self.held_bytes = 0
-        """Bytes that came and were not received, those of the message under way included."""
+        self.is_full = False  # whether so many messages wait that no more should be read
+        self.held_bytes = 0  # bytes that came and were not received, those of the message under way included
         self._schema, self._liveness, self._timeouts = schema, liveness, timeouts
         self._decoder = wire.FrameDecoder(schema)
         self.next_buffer = self._decoder.wants
         """Returns where the next bytes belong: never empty, and never beyond the current frame."""
-        self._inbox: deque[tuple[Any, int]] = deque()
-        """Messages that nobody has received, and the bytes of each."""
-        self._incoming_bytes = 0
-        """Bytes of the message under way."""
+        self._inbox: deque[tuple[Any, int]] = deque()  # messages that nobody has received, and the bytes of each
+        self._incoming_bytes = 0  # bytes of the message under way
         self._output = b""
         self._sent_s = self._taken_s = self._ended_s = self._listening_s = now_s
         self._unsent_bytes = 0
@@ -297,8 +289,7 @@ class Stream(asyncio.BufferedProtocol):
     ) -> None:
         """Take the transport over. `hold` takes note of the bytes that came and were not received."""
         self._transport, self._protocol, self._traffic, self._lost = transport, protocol, traffic, lost
-        self.origin = origin
-        """The multiaddr from which the other side came to us; empty for a stream that we opened."""
+        self.origin = origin  # the multiaddr from which the other side came to us; empty for a stream that we opened
         self._up: Pace | None = None
         self._down: Pace | None = None
         self._next_buffer = protocol.next_buffer

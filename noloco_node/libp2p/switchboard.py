@@ -66,11 +66,9 @@ class ReceiveBudget:
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._streams: dict[Stream, int] = {}
-        """Bytes by stream, in the order in which they began to hold some."""
+        self._streams: dict[Stream, int] = {}  # bytes by stream, in the order in which they began to hold some
         self._peers: Counter[str] = Counter()
-        self.evicted = 0
-        """Streams broken off for their bytes."""
+        self.evicted = 0  # streams broken off for their bytes
 
     @property
     def held_bytes(self) -> int:

@@ -22,26 +22,24 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import date, datetime, time, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from noloco_node.errors import UserError, storage_error, usage_error
+from noloco_node.errors import UserError, os_errors_as, storage_error, usage_error
 from noloco_node.storage import atomic_file
 from noloco_node.units import parse_bytes, parse_rate
 
-LEAST_RATE = 16_000.0
-"""128 kbit/s: with less, records, offers and beats would take most of the budget."""
+LEAST_RATE = 16_000.0  # 128 kbit/s: with less, records, offers and beats would take most of the budget
 BURST_S = 1.0
 LEAST_BURST_BYTES = 64 * 1024
 SLICE_S = 0.05
 LARGEST_SLICE_BYTES = 64 * 1024
-SMALL_BYTES = 16 * 1024
-"""Messages up to this size come first."""
-SPENT_AT = 0.99
-"""Share of the monthly cap at which a node goes: leaving takes some bytes as well."""
+SMALL_BYTES = 16 * 1024  # messages up to this size come first
+SPENT_AT = 0.99  # share of the monthly cap at which a node goes: leaving takes some bytes as well
 
 _TIME = "([0-9]{1,2})(?::([0-9]{2}))?"
 _HOURS = re.compile(rf"\s*{_TIME}\s*-\s*{_TIME}\s*")
@@ -62,8 +60,7 @@ class OwnerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     upload_bytes_per_s: float | None = None
     download_bytes_per_s: float | None = None
-    monthly_cap_bytes: int | None = None
-    """Of both directions together."""
+    monthly_cap_bytes: int | None = None  # of both directions together
     hours: Hours | None = None
 
     @property
@@ -270,17 +267,11 @@ class TrafficLedger:
 
     def _read(self) -> MonthUsage:
         nothing = MonthUsage(month=month_of(self._now()))
+        hint = "repair its permissions, or give another directory with --home"
         try:
-            found = msgspec.json.decode(self._path.read_bytes(), type=MonthUsage)
-        except FileNotFoundError:
-            return nothing
-        except OSError as error:
-            raise storage_error(
-                f"cannot read {self._path}",
-                why=error.strerror or str(error),
-                hint="repair its permissions, or give another directory with --home",
-            ) from error
+            with os_errors_as(storage_error, f"cannot read {self._path}", hint), suppress(FileNotFoundError):
+                found = msgspec.json.decode(self._path.read_bytes(), type=MonthUsage)
+                return found if min(found.sent_bytes, found.received_bytes) >= 0 else nothing
         except (msgspec.DecodeError, UnicodeDecodeError):
             self._say(f"{self._path} is garbled: counting this month's traffic from zero")
-            return nothing
-        return found if min(found.sent_bytes, found.received_bytes) >= 0 else nothing
+        return nothing

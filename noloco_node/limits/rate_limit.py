@@ -26,8 +26,7 @@ from noloco_node.network.interface import Conversation, NetworkHook, Pace
 from noloco_node.tasks import loop_s
 from noloco_node.units import format_bytes, format_rate
 
-MEMORY_S = 30.0
-"""Over about how long the rate in use is a mean."""
+MEMORY_S = 30.0  # over about how long the rate in use is a mean
 
 
 class _Wanted:
@@ -54,8 +53,7 @@ class FairLimiter:
         self._large: deque[_Wanted] = deque()
         self._rounds: deque[_Wanted] = deque()
         self.round_share = round_share
-        self._ahead = 0.0
-        """Bytes that rounds have had beyond their share of late."""
+        self._ahead = 0.0  # bytes that rounds have had beyond their share of late
         self._timer: asyncio.TimerHandle | None = None
         self._used_per_s, self._used_at_s = 0.0, now_s
 
@@ -144,8 +142,7 @@ class LimitHook(NetworkHook):
         self.up = FairLimiter(allowance.upload_bytes_per_s)
         self.down = FairLimiter(allowance.download_bytes_per_s)
         self._round_topic: str | None = None
-        self.month_bytes = 0
-        """Bytes of this calendar month, as the ledger has them."""
+        self.month_bytes = 0  # bytes of this calendar month, as the ledger has them
 
     def share_with_rounds(self, kind: str, share: float) -> None:
         """From now on conversations begun about a topic of this kind are rounds', and have this share of the line."""

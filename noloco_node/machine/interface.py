@@ -230,30 +230,24 @@ class FirstWeights(Protocol):
 class Host(ABC):
     """All that a machine gives to a node. What a machine does not have or know is None or empty, as here."""
 
-    device: Runner
-    """The thread for tensor work."""
-    checkpoints: CheckpointArchive
-    """Checkpoints of the stages that this peer served."""
-    snapshots: SnapshotStore | None = None
-    """Stage snapshots; None if the owner did not ask to keep any."""
+    device: Runner  # the thread for tensor work
+    checkpoints: CheckpointArchive  # checkpoints of the stages that this peer served
+    snapshots: SnapshotStore | None = None  # stage snapshots; None if the owner did not ask to keep any
     first_weights: FirstWeights | None = None
     """The checkpoint that the run starts from; None for weights drawn from its seed or a model of the hub."""
     tokenizer: WeightStore | None = None
     """The files of the run's tokenizer, as far as they are here; None if peers do not send them."""
-    evaluation: EvaluationHost | None = None
-    """What an evaluation takes; None where the run has none."""
+    evaluation: EvaluationHost | None = None  # what an evaluation takes; None where the run has none
 
     def __init__(self) -> None:
         self.needs_bytes: list[int] = []
         """About the memory that each stage takes on the device, as far as measured; [] is unknown."""
-        self.graph_bytes: list[GraphBytes] = []
-        """The graph of one microbatch; by layers it is a part of that memory."""
+        self.graph_bytes: list[GraphBytes] = []  # the graph of one microbatch; by layers it is a part of that memory
         self.passes: list[float] = []
         """Forward passes that a microbatch takes as long as at each stage, with what is computed again; [] is alike."""
         self.passes_alone: list[float] = []
         """The same for a microbatch beside which no other is in flight, whose graph is kept where one is."""
-        self.beside_bytes: list[int] = []
-        """Main memory that each stage takes beside a GPU; [] is none, or unknown."""
+        self.beside_bytes: list[int] = []  # main memory that each stage takes beside a GPU; [] is none, or unknown
 
     @abstractmethod
     def build(self, stage: int, /) -> StageModel:

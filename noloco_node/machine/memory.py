@@ -26,11 +26,9 @@ if TYPE_CHECKING:
 _USABLE = 0.8
 """Of the memory that is free. A plan counts tensors; the rest is for what it does not know: the gaps between an
 allocator's blocks, the workspaces of libraries, what other programs take meanwhile."""
-_CONTEXT_BYTES = 600e6
-"""That CUDA takes of each GPU for itself, about: its context, and the kernels that it has loaded."""
+_CONTEXT_BYTES = 600e6  # that CUDA takes of each GPU for itself, about: its context, and the kernels that it has loaded
 ARENAS = 2
-M_ARENA_MAX = -8
-"""By glibc's malloc.h, which numbers its parameters downwards."""
+M_ARENA_MAX = -8  # by glibc's malloc.h, which numbers its parameters downwards
 CONTAINER = Path("/sys/fs/cgroup")
 """Where a container of this time (cgroup 2) finds its limit; an older one says nothing here."""
 

@@ -19,21 +19,16 @@ from noloco_node.network.interface import Conversation, NetworkHook
 from noloco_node.network.schema import Violation
 from noloco_node.tasks import loop_s
 
-MOST_VIOLATIONS = 5.0
-"""An identity with so many violations is banned."""
-MOST_OF_PREFIX = 20.0
-"""An address prefix with so many is banned: a household, or an office, has several peers."""
+MOST_VIOLATIONS = 5.0  # an identity with so many violations is banned
+MOST_OF_PREFIX = 20.0  # an address prefix with so many is banned: a household, or an office, has several peers
 HALF_LIFE_S = 600.0
 MOMENT_S = 1.0
 FIRST_BAN_S, LONGEST_BAN_S = 60.0, 6 * 3600.0
-TIMES_LONGER = 4.0
-"""Each ban lasts so many times the one before it, unless a day of good conduct lies between them."""
+TIMES_LONGER = 4.0  # each ban lasts so many times the one before it, unless a day of good conduct lies between them
 FORGIVEN_S = 86_400.0
 MOST_KNOWN = 4096
-GOOD_S = 1800.0
-"""A peer is in good standing so long after its first conversation, if it has had no violation since."""
-MOST_AT_ONCE = 256
-"""Conversations with one public address prefix that are answered at the same time."""
+GOOD_S = 1800.0  # a peer is in good standing so long after its first conversation, if it has had no violation since
+MOST_AT_ONCE = 256  # conversations with one public address prefix that are answered at the same time
 
 
 class _Standing(NamedTuple):
@@ -89,9 +84,8 @@ class BanList:
         self._standings[who] = standing
         self._standings.move_to_end(who)
         if len(self._standings) > MOST_KNOWN:
-            del self._standings[
-                min(islice(self._standings, MOST_KNOWN), key=lambda each: self._standings[each].until_s)
-            ]
+            first = min(islice(self._standings, MOST_KNOWN), key=lambda each: self._standings[each].until_s)
+            del self._standings[first]
 
 
 class BanHook(NetworkHook):
@@ -100,8 +94,7 @@ class BanHook(NetworkHook):
     def __init__(self) -> None:
         self._bans = BanList()
         self._counts: Counter[str] = Counter()
-        self._answering: Counter[str] = Counter()
-        """Conversations by address prefix."""
+        self._answering: Counter[str] = Counter()  # conversations by address prefix
         self._good_since_s: OrderedDict[str, float] = OrderedDict()
         """When a conversation that each peer opened first ended without a violation; the last to talk comes last."""
 

@@ -13,8 +13,7 @@ from noloco_node.network.schema import Schema, Violation
 
 T = TypeVar("T")
 
-VIOLATION_GRACE_S = 1.0
-"""A handler whose caller violated the protocol has so long to learn of it and to end by itself."""
+VIOLATION_GRACE_S = 1.0  # a handler whose caller violated the protocol has so long to learn of it and to end by itself
 
 
 class HookedNetwork:

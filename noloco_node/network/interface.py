@@ -95,8 +95,7 @@ class PeerNetwork(Protocol):
         """Return counts since the start, among them `bytes.sent.TOPIC` and `bytes.received.TOPIC`."""
 
 
-Records = Mapping[str, bytes] | None
-"""The records under one key, by subkey; None where nobody answered."""
+Records = Mapping[str, bytes] | None  # the records under one key, by subkey; None where nobody answered
 
 
 class NetworkHook:

@@ -17,10 +17,8 @@ import msgspec
 
 from noloco_node.units import LARGEST
 
-HEADER_BYTES = 64 * 1024
-"""Cap of an ordinary header: room for the shapes of some two thousand tensors."""
-LONG_HEADER_BYTES = 1024 * 1024
-"""The largest cap that a message may ask for: replies that are text, such as a run file."""
+HEADER_BYTES = 64 * 1024  # cap of an ordinary header: room for the shapes of some two thousand tensors
+LONG_HEADER_BYTES = 1024 * 1024  # the largest cap that a message may ask for: replies that are text, such as a run file
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}
 
@@ -86,12 +84,9 @@ class MessageRule(NamedTuple):
 
     name: str
     kind: type
-    scalars: Any
-    """A struct with the scalar fields."""
-    header: Any
-    """A struct with the scalars, and what the tensors are."""
-    numbers: tuple[tuple[str, float, float], ...]
-    """Each number with its least and its most."""
+    scalars: Any  # a struct with the scalar fields
+    header: Any  # a struct with the scalars, and what the tensors are
+    numbers: tuple[tuple[str, float, float], ...]  # each number with its least and its most
     layouts: Mapping[str, tuple[FieldLayout, ...]]
     header_bytes: int
 

@@ -27,8 +27,7 @@ from noloco_node.network.interface import NetworkHook
 from noloco_node.tasks import loop_s
 
 MEAN_WEIGHT, DEVIATION_WEIGHT, DEVIATIONS = 1 / 8, 1 / 4, 4.0
-MOST_PEERS = 1024
-"""We remember the times of so many peers; beyond them we forget the one that we heard of longest ago."""
+MOST_PEERS = 1024  # we remember the times of so many peers; beyond them we forget the one that we heard of longest ago
 GROWTH = 1.5
 MOST_GROWTHS = 12
 
@@ -49,8 +48,7 @@ class TimeoutBounds(NamedTuple):
 
 
 DIALS = TimeoutBounds(least_s=2.0, most_s=60.0, unknown_s=10.0)
-ANSWERS = TimeoutBounds(least_s=4.0, most_s=120.0, unknown_s=12.0)
-"""Of a partner to a proposal, the dial included."""
+ANSWERS = TimeoutBounds(least_s=4.0, most_s=120.0, unknown_s=12.0)  # of a partner to a proposal, the dial included
 
 
 def observed(before: RttEstimate | None, took_s: float) -> RttEstimate:
@@ -83,8 +81,7 @@ class AdaptiveTimeout:
     def __init__(self, bounds: TimeoutBounds) -> None:
         self._bounds = bounds
         self._peers: dict[str, _Known] = {}
-        self._first: RttEstimate | None = None
-        """The estimate of first contacts, with any peer."""
+        self._first: RttEstimate | None = None  # the estimate of first contacts, with any peer
 
     def deadline_s(self, peer: str) -> float:
         known = self._peers.get(peer, _Known())
@@ -145,8 +142,7 @@ class PeerLiveness:
         self._gaps: RttEstimate | None = None
         self._pauses: RttEstimate | None = None
         self._heard_s = float("-inf")
-        self._silent_since_s: float | None = None
-        """From when on it was silent, if it was given up for that."""
+        self._silent_since_s: float | None = None  # from when on it was silent, if it was given up for that
 
     @property
     def silence_s(self) -> float:

@@ -39,16 +39,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=msgspec.Struct)
 Buffer: TypeAlias = bytes | memoryview
-WIRE_VERSION = 6
-"""Part of every protocol name and of the run's digest."""
-ERROR_BYTES = 1024
-"""Cap of the sentence in an ERROR frame."""
+WIRE_VERSION = 6  # part of every protocol name and of the run's digest
+ERROR_BYTES = 1024  # cap of the sentence in an ERROR frame
 
 _PREFIX = struct.Struct(">BIQ")
-_PART_BYTES = 16 * 1024
-"""So much of a header gets its memory at once."""
-_FLOATS = frozenset({"float32", "bfloat16", "float16"})
-"""The dtypes that can hold what is not finite."""
+_PART_BYTES = 16 * 1024  # so much of a header gets its memory at once
+_FLOATS = frozenset({"float32", "bfloat16", "float16"})  # the dtypes that can hold what is not finite
 _Announced: TypeAlias = list[tuple[str, tuple[int, ...]]] | None
 """What a header says of one field: dtype and shape of each tensor."""
 
@@ -105,8 +101,7 @@ class FrameDecoder:
         self._slots: list[tuple[str, TensorSpec]] = []
         self._tensors: list[Tensor] = []
         self._header, self._header_bytes = bytearray(), 0
-        self._head = bytearray(_PREFIX.size)
-        """The prefix, or the next part of the header."""
+        self._head = bytearray(_PREFIX.size)  # the prefix, or the next part of the header
         self._view = memoryview(self._head)
 
     def wants(self) -> memoryview:
@@ -360,13 +355,7 @@ def decoded(raw: bytes, kind: type[T], most_bytes: int) -> T | None:
     return found if _has_usable(found) else None
 
 
-def _has_usable(found: msgspec.Struct) -> bool:
-    for name in found.__struct_fields__:
-        value = getattr(found, name)
-        if (
-            not is_usable(value)
-            if isinstance(value, float)
-            else isinstance(value, msgspec.Struct) and not _has_usable(value)
-        ):
-            return False
-    return True
+def _has_usable(found: object) -> bool:
+    if isinstance(found, msgspec.Struct):
+        return all(_has_usable(getattr(found, name)) for name in found.__struct_fields__)
+    return not isinstance(found, float) or is_usable(found)

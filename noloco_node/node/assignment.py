@@ -213,18 +213,12 @@ class Assignment:
         replica = self.replica = _make_replica(context, services, start)
         self._server = StageServer(context, replica)
         self.migration = MigrationWatcher(
-            context,
-            start.number,
-            moves,
-            lambda: replica.progress.value,
-            unfit,
-            lambda: replica.rounds.met_partners,
+            context, start.number, moves, lambda: replica.progress.value, unfit, lambda: replica.rounds.met_partners
         )
         self._state = PeerState.TRAINING
         self._ending: Ending | None = None
         """Set once it is decided. From then on our record is at the next stage, if there is one."""
-        self._discarded = 0
-        """Microbatches that became no step."""
+        self._discarded = 0  # microbatches that became no step
         self._progress = ProgressReporter(context, replica, self._announce_training)
         self._evaluator = self._make_evaluator()
 
@@ -238,11 +232,7 @@ class Assignment:
 
     async def _run(self, leave: asyncio.Event) -> AssignmentEnd:
         context, services = self._context, self._services
-        async with (
-            aclosing(self.replica),
-            background(services.writer.run()),
-            background(self._keep_snapshots()),
-        ):
+        async with aclosing(self.replica), background(services.writer.run()), background(self._keep_snapshots()):
             async with background(supervised("the report of progress", self._progress.run, context.warn)):
                 try:
                     ending = await self.train(leave)
@@ -304,7 +294,11 @@ class Assignment:
             self._state = PeerState.TRAINING if isinstance(ending, RunOver) else PeerState.LEAVING
             replica.admission.close()
             if isinstance(ending, MoveTo | RetrySnapshot):
-                await self._depart(ending.stage if isinstance(ending, RetrySnapshot) else ending.move.target)
+                # Claim our place at another stage, or anew at ours, and serve this one no more.
+                self._reporter.record(events.StateChanged(state=PeerState.LEAVING))
+                target = ending.stage if isinstance(ending, RetrySnapshot) else ending.move.target
+                await self.migration.take_place(target, replica.worker.device_s)
+                await self._server.stop()
             await self._drain(steps)
             for task in (done, deserted, asked, steps):
                 task.cancel()
@@ -316,12 +310,6 @@ class Assignment:
             await replica.rounds.leave()
             gossip.cancel()
         return ending
-
-    async def _depart(self, stage: int) -> None:
-        """Claim our place at another stage, or anew at ours, and serve this one no more."""
-        self._reporter.record(events.StateChanged(state=PeerState.LEAVING))
-        await self.migration.take_place(stage, self.replica.worker.device_s)
-        await self._server.stop()
 
     async def _drain(self, steps: asyncio.Task[None]) -> None:
         """Wait until the step loop ends, as it does once nothing is in flight; a complete window is still used."""

@@ -33,18 +33,14 @@ from noloco_node.swarm.stage_records import CLOCK_ERROR_S
 from noloco_node.tasks import loop_s
 from noloco_node.units import format_duration
 
-LEAST_S = 5.0
-"""Shorter sleeps and changes of the clock are not reported."""
-STILL_S = 10.0
-"""The event loop may be late by this: a busy machine is not a stopped one."""
+LEAST_S = 5.0  # shorter sleeps and changes of the clock are not reported
+STILL_S = 10.0  # the event loop may be late by this: a busy machine is not a stopped one
 TICK_S = 5.0
 REMIND_S = 300.0
 NEVER_SERVED_S = 60.0
 """No warning of a stage that no peer has served yet for this long, since swarms take time to begin."""
-SKEW_S = 60.0
-"""Our clock may differ by this without a warning; it is measured to about ten seconds."""
-GRACE_S = 15.0
-"""After we were away, no peer is suspected for this long."""
+SKEW_S = 60.0  # our clock may differ by this without a warning; it is measured to about ten seconds
+GRACE_S = 15.0  # after we were away, no peer is suspected for this long
 
 
 class JumpKind(StrEnum):

@@ -33,24 +33,9 @@ from gossip.transfer.download import MomentBounds, download_state
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.machine.interface import FirstWeights, StageModel
+from noloco_node.node import state_source
 from noloco_node.node.node_context import NodeContext, StageRequest
 from noloco_node.node.stage_claim import build_stage, claim_stage
-from noloco_node.node.state_source import (
-    Attempts,
-    DownloadFailed,
-    Failure,
-    FromCheckpoint,
-    FromPeerSnapshot,
-    FromReplicas,
-    FromSeed,
-    LookAgain,
-    NobodyBack,
-    NobodyFound,
-    Seeker,
-    SnapshotNotFound,
-    choose_source,
-    living_replicas,
-)
 from noloco_node.run.peer_state import AT_WORK, PeerState, Wait, WaitCause
 from noloco_node.run.protocols import moment_sizes
 from noloco_node.state_sync import starting_state as starting
@@ -75,8 +60,7 @@ from pipeline.adamw import magnitudes
 from pipeline.forward_pass import is_shortage
 from pipeline.inner_step import moment_ratio
 
-LOOKS, LOOK_S = 6, 5.0
-"""How often, and at which pauses, a newcomer of a run that was begun looks for peers that return."""
+LOOKS, LOOK_S = 6, 5.0  # how often, and at which pauses, a newcomer of a run that was begun looks for peers that return
 FIRST_ROUNDS = 2
 """Rounds of work that may be done before anybody has finished one: more peers may be there than planned."""
 
@@ -132,7 +116,7 @@ class _StateSearch:
 
     async def run(self) -> StartingState:
         """Put the first state into the stage, and return it."""
-        seeker = Seeker(
+        seeker = state_source.Seeker(
             me=self._context.me,
             stage=self._number,
             saved_round=self._saved_round,
@@ -140,7 +124,7 @@ class _StateSearch:
             begun=self._options.reached > 0.0 and not self._options.begin_anew,
             revives=bool(self._failed.losses),
         )
-        attempts = Attempts()
+        attempts = state_source.Attempts()
         tokenizer = self._context.host.tokenizer
         while tokenizer is not None and not await self._fetch_tokenizer(tokenizer):
             self._say(f"waiting for the tokenizer of the run: nobody reached has it; {_ASKING_AGAIN}")
@@ -150,19 +134,19 @@ class _StateSearch:
             while not await self._put_first_weights(weights):
                 await self._wait_for_first_weights()
         while True:
-            outcome: StartingState | Failure | None
-            match choose_source(self._membership.roster, seeker, attempts):
-                case FromSeed(lost):
+            outcome: StartingState | state_source.Failure | None
+            match state_source.choose_source(self._membership.roster, seeker, attempts):
+                case state_source.FromSeed(lost):
                     outcome = await self._from_seed(lost)
-                case FromCheckpoint(living, searched):
+                case state_source.FromCheckpoint(living, searched):
                     outcome = await self._from_checkpoint(living, searched)
-                case FromReplicas(living):
+                case state_source.FromReplicas(living):
                     outcome = await self._from_replicas(living)
-                case FromPeerSnapshot(attempt):
+                case state_source.FromPeerSnapshot(attempt):
                     outcome = await self._from_snapshot(attempt)
-                case NobodyBack(looks):
+                case state_source.NobodyBack(looks):
                     outcome = await self._look_for_others(looks)
-                case LookAgain(seconds, for_replica):
+                case state_source.LookAgain(seconds, for_replica):
                     if for_replica:
                         now_unix_s = self._context.host.unix_time()
                         self._say(waiting_line(self._number, self._since_unix_s, now_unix_s, seconds))
@@ -247,7 +231,7 @@ class _StateSearch:
         nodes = dict.fromkeys(record.peer for records in self._membership.roster.stages for record in records)
         return [peer for peer in (*nodes, *self._options.bootstrap_peers) if peer != self._context.me]
 
-    async def _look_for_others(self, looks: int) -> NobodyFound:
+    async def _look_for_others(self, looks: int) -> state_source.NobodyFound:
         """Read the roster again; raise `UserError` if no peer came back for long."""
         reached = f"{self._options.reached:.1%} of the run"
         if looks == LOOKS:
@@ -262,7 +246,7 @@ class _StateSearch:
             self._say(f"{reached} is done, and nobody who has its weights is here: looking for {LOOKS * LOOK_S:.0f} s")
         await asyncio.sleep(LOOK_S)
         await self._membership.peek()
-        return NobodyFound()
+        return state_source.NobodyFound()
 
     # What this peer, or others, have of the stage.
 
@@ -281,7 +265,7 @@ class _StateSearch:
         starting_state = await self._device.run(starting.from_checkpoint, self._stage, saved)
         return replace(starting_state, progress=_median_progress(living)) if living else starting_state
 
-    async def _from_replicas(self, living: tuple[PeerRecord, ...]) -> StartingState | DownloadFailed:
+    async def _from_replicas(self, living: tuple[PeerRecord, ...]) -> StartingState | state_source.DownloadFailed:
         donors = download.donors(self._context.me, [record.peer for record in living], self._context.run.seed)
         self._say(f"copying stage {self._number} from one of {len(donors)} replicas")
         if self._download is None:
@@ -292,9 +276,9 @@ class _StateSearch:
         state = await self._download.attempt(donors)
         if not isinstance(state, ReplicaState):
             self._say(f"could not copy the state: {state}")
-            return DownloadFailed()
+            return state_source.DownloadFailed()
         # The median of the whole stage says how far the run is, not one donor.
-        living = living_replicas(self._membership.roster, self._number, self._context.me) or living
+        living = state_source.living_replicas(self._membership.roster, self._number, self._context.me) or living
         starting_state = await self._device.run(from_donor, self._stage, state)
         starting_state = starting.started(starting_state, [each.round for each in living], _median_progress(living))
         await self._device.run(self._download.discard)
@@ -310,7 +294,7 @@ class _StateSearch:
         sizes = moment_sizes(self._context.run, self._stage.shapes)
         return StateDownload(self._number, self._stage, line, self._context.reporter, keep, self._saved, moments, sizes)
 
-    async def _from_snapshot(self, attempt: int) -> StartingState | SnapshotNotFound:
+    async def _from_snapshot(self, attempt: int) -> StartingState | state_source.SnapshotNotFound:
         """Revive a stage without replicas from a snapshot. `attempt`: from 0."""
         me, number, roster = self._context.me, self._number, self._membership.roster
         asked = starting.asked_of(roster, me, Random(f"{self._context.run.seed}|reviving|{me}|{attempt}"))
@@ -323,7 +307,7 @@ class _StateSearch:
         believed_donors = starting.donors(self._saved_round, offers, run)
         order = untried(self._failed, believed_donors, self._saved_round, self._context.dimensions.vocabulary)
         if not order:
-            return SnapshotNotFound(promised=replies.busy > 0)
+            return state_source.SnapshotNotFound(promised=replies.busy > 0)
         believed, givers = starting.verify_snapshot(offers, run), list[str]()
 
         async def objection(peer: str, manifest: Manifest) -> str | None:
@@ -336,7 +320,7 @@ class _StateSearch:
             state = await download_state(order, subject.converse(self._network), wanted, self._device.run)
         except ConnectionError as error:
             self._say(f"no snapshot of stage {number} could be fetched: {error}")
-            return SnapshotNotFound(promised=True)
+            return state_source.SnapshotNotFound(promised=True)
         self._say(f"reviving stage {number} from a snapshot of its round {state.round}")
         progress = median_low([record.progress for record in others] or [state.progress])
         usual = self._failed.usual or tuple(record.loss for record in others if record.loss is not None)
@@ -356,8 +340,8 @@ class _StateSearch:
     def _at_work(self) -> Sequence[PeerRecord]:
         """Return the records of other peers that train: those of our stage, or of all stages if ours has none."""
         roster, number, me = self._membership.roster, self._number, self._context.me
-        stages = (living_replicas(roster, stage, me) for stage in range(len(roster.stages)))
-        return living_replicas(roster, number, me) or [record for records in stages for record in records]
+        stages = (state_source.living_replicas(roster, stage, me) for stage in range(len(roster.stages)))
+        return state_source.living_replicas(roster, number, me) or [record for records in stages for record in records]
 
     def _announce(self, *waiting: Wait) -> None:
         for record in self._membership.roster.stage(self._number):

@@ -41,25 +41,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", Gradient, SequenceLosses)
 
-RETRY_S = 1.0
-"""Pause before a source tries the same tokens again, where the refusal names none."""
-LONGEST_RETRY_S = 30.0
-"""The longest such pause: by then the next stage may have healed, or has other replicas."""
+RETRY_S = 1.0  # pause before a source tries the same tokens again, where the refusal names none
+LONGEST_RETRY_S = 30.0  # the longest such pause: by then the next stage may have healed, or has other replicas
 REPLIES = TimeoutBounds(least_s=10.0, most_s=math.inf, unknown_s=math.inf)
 """Of a reply to a microbatch, where one stage is below us."""
-MOST_IDLE = 256
-"""Conversations that wait here for another microbatch: half of all that are answered at a time."""
-IDLE_S = 60.0
-"""A conversation that was not used for so long is ended: its beats cost more than opening another."""
-MOST_POOLED = 128
-"""With all peers; the one that has been idle for longest is ended first."""
+MOST_IDLE = 256  # conversations that wait here for another microbatch: half of all that are answered at a time
+IDLE_S = 60.0  # a conversation that was not used for so long is ended: its beats cost more than opening another
+MOST_POOLED = 128  # with all peers; the one that has been idle for longest is ended first
 FEWEST_AT_ONCE, MOST_AT_ONCE = 3, 8
 """Messages at a time. With too few for its receivers a line is idle while theirs are busy, with too many all are late.
 In simulations of narrow lines two replicas a stage wanted three and eight replicas nine; with three, these carried an
 eighth less, and with sixty-four, a thirtieth (docs/results.md)."""
 PATIENCE = 4.0
-LEAST_S = 1.0
-"""A turn lasts at least so long: what a message usually takes may be unknown, or next to nothing."""
+LEAST_S = 1.0  # a turn lasts at least so long: what a message usually takes may be unknown, or next to nothing
 SMOOTHING = 0.1
 
 
@@ -91,8 +85,7 @@ class MicrobatchSource:
         microbatch may travel. `told`: later stages have to know all ids.
         """
         self.samples = samples
-        self.returned_s = loop_s()
-        """When a gradient came back last, or we began."""
+        self.returned_s = loop_s()  # when a gradient came back last, or we began
         self._draw, self._process, self._progress, self._prove = draw, process, progress, prove
         self._me, self._budget_s, self._rng, self._told = me, budget_s, rng, told
 
@@ -186,8 +179,7 @@ class SendTurns:
         self.at_once = min(MOST_AT_ONCE, max(FEWEST_AT_ONCE, receivers))
         self._next = asyncio.Lock()
         self._left = asyncio.Event()
-        self._since_s: dict[object, float] = {}
-        """Since when each turn has been held, the oldest first."""
+        self._since_s: dict[object, float] = {}  # since when each turn has been held, the oldest first
         self._usual_s = 0.0
 
     @asynccontextmanager
@@ -226,8 +218,7 @@ class MicrobatchClient:
         self._unbounded: dict[asyncio.Timeout, float] = {}
         """Calls that began before any replica had replied, and when (loop seconds)."""
         self._roster: Roster | None = None
-        self._hops: tuple[Hop, ...] = ()
-        """The replicas to call, as of the roster."""
+        self._hops: tuple[Hop, ...] = ()  # the replicas to call, as of the roster
         schema = microbatch_schema(context.run, context.dimensions.width)
         self._pool = ConversationPool(context.network, topic(MICROBATCH, stage + 1), schema)
 
@@ -343,10 +334,8 @@ class MicrobatchServer:
         # By Unix time, so that a later session's number is higher.
         self.issued = IssuedReceipts(int(1000 * context.host.unix_time()))
         """Samples whose gradient we returned, by source; in a run of one stage, what partners brought to meetings."""
-        self.returned_s = -math.inf
-        """When we returned a gradient last (loop seconds)."""
-        self._idle: dict[Conversation, asyncio.Timeout] = {}
-        """The waits for another microbatch, the longest first."""
+        self.returned_s = -math.inf  # when we returned a gradient last (loop seconds)
+        self._idle: dict[Conversation, asyncio.Timeout] = {}  # the waits for another microbatch, the longest first
         self._closed = False
 
     @property

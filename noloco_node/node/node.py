@@ -54,10 +54,8 @@ from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.tasks import background, supervised, until_event
 from pipeline.placement import Move
 
-LAST_WORD_S = 5.0
-"""How long a node that has failed tries to tell the others that it leaves."""
-MOST_ADDRESSES = 8
-"""The most addresses in our record, which has little room."""
+LAST_WORD_S = 5.0  # how long a node that has failed tries to tell the others that it leaves
+MOST_ADDRESSES = 8  # the most addresses in our record, which has little room
 
 
 class Node:
@@ -94,7 +92,13 @@ class Node:
         )
         self._services = NodeServices(
             work=StageWork(run, network.peer_id, membership, host.open_text, reporter),
-            writer=CheckpointWriter(host.save, reporter.say, context.warn, options.save_every_s, self._note_disk),
+            writer=CheckpointWriter(
+                host.save,
+                reporter.say,
+                context.warn,
+                options.save_every_s,
+                lambda text, over: reporter.record(events.Noticed(what=events.DISK, text=text, over=over)),
+            ),
             health=HealthMonitor(membership, reporter, host.unix_time, host.asleep_s, self._forgive),
             shut_out=bans.shut_out,
         )
@@ -104,15 +108,10 @@ class Node:
             tuple(tuple(shapes.values()) for shapes in dimensions.shapes),
             None if context.keeps_snapshots else lambda size: copying_s(size, options.slowest_bytes_per_s),
         )
-        self.assignment: Assignment | None = None
-        """Our assignment; None on the way to a stage."""
+        self.assignment: Assignment | None = None  # our assignment; None on the way to a stage
         self._addresses: tuple[str, ...] = ()
         self._unfit: set[int] = set()
-        self._failed: dict[int, FailedSnapshots] = {}
-        """Snapshots that proved worthless, by stage."""
-
-    def _note_disk(self, text: str, over: bool) -> None:
-        self._context.reporter.record(events.Noticed(what=events.DISK, text=text, over=over))
+        self._failed: dict[int, FailedSnapshots] = {}  # snapshots that proved worthless, by stage
 
     @property
     def replica(self) -> Replica | None:

@@ -21,8 +21,7 @@ class Partners:
         self._me, self._stage, self._roster = me, stage, roster
         self._of: Roster | None = None
         self._listed: dict[str, PeerRecord] = {}
-        self._lost: dict[str, PeerRecord] = {}
-        """The replicas that could not be reached, each with its record of then."""
+        self._lost: dict[str, PeerRecord] = {}  # the replicas that could not be reached, each with its record of then
         self._candidates: tuple[Candidate, ...] = ()
 
     def __call__(self) -> tuple[Candidate, ...]:

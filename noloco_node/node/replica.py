@@ -52,22 +52,16 @@ from pipeline.worker import Worker
 if TYPE_CHECKING:
     from torch import Tensor
 
-DRAIN_S = 30.0
-"""How long the blocking form of a round waits for what is in flight."""
-HEARING_S = 30.0
-"""Bounds a proposal and its answer in a meeting; the timeout of an answer adapts to earlier answers."""
-IDLE_S = 5.0
-"""Shorter waits are not reported."""
+DRAIN_S = 30.0  # how long the blocking form of a round waits for what is in flight
+HEARING_S = 30.0  # bounds a proposal and its answer in a meeting; the timeout of an answer adapts to earlier answers
+IDLE_S = 5.0  # shorter waits are not reported
 CAUSES = {Wanted.REPLICA: WaitCause.REPLICA, Wanted.ROOM: WaitCause.ROOM, Wanted.ANSWER: WaitCause.ANSWER}
 
 
 def rate_schedule(run: RunConfig) -> Schedule:
-    inner = run.inner
+    plan = run.inner
     return Schedule(
-        peak=inner.learning_rate,
-        steps=inner.steps,
-        warmup_steps=inner.warmup_steps,
-        final_fraction=inner.final_fraction,
+        peak=plan.learning_rate, steps=plan.steps, warmup_steps=plan.warmup_steps, final_fraction=plan.final_fraction
     )
 
 
@@ -93,33 +87,30 @@ class Replica:
         starting_state: StartingState,
         shut_out: Callable[[str, float], None],
     ) -> None:
-        run, device = context.run, context.host.device
-        window, windows = run.pipeline.microbatches_per_step, run.pipeline.windows_in_flight
+        run, pipeline, device, origin = context.run, context.run.pipeline, context.host.device, starting_state.origin
+        window, windows = pipeline.microbatches_per_step, pipeline.windows_in_flight
         # The last stage waits for no other: a second window would gain it nothing. It queues what it would have had in
         # flight.
-        self.peer, self.stage, self.last = context.me, stage, run.pipeline.is_last(stage)
+        self.peer, self.stage, self.last = context.me, stage, pipeline.is_last(stage)
         self.admission = AdmissionWindow(
             window, (1 + windows) * min(window, MOST_IN_FLIGHT), 1 if self.last else windows
         )
-        self.inner_steps = starting_state.origin.inner_steps
+        self.inner_steps = origin.inner_steps
         self.progress: Progress = begin(starting_state.progress, loop_s())
         self._model, self._device, self._context = model, device, context
         watched = WatchedDevice(device)
         self._run = watched.run
-        self.device_lost = watched.lost
-        """Set when the device is lost, to the reason."""
+        self.device_lost = watched.lost  # set when the device is lost, to the reason
         self._schedule = rate_schedule(run)
-        rng = Random(f"{run.seed}|routing|{context.me}")
-        turns = SendTurns(run.pipeline.replicas)
-        self._client = MicrobatchClient(context, stage, turns)
-        client = self._client
+        turns = SendTurns(pipeline.replicas)
+        client = self._client = MicrobatchClient(context, stage, turns)
         ways = NextStageClient(
             hops=client.hops, call=client.call, evaluators=client.evaluators, evaluate=client.evaluate
         )
-        checks = CheckSettings(share=run.pipeline.check_share, stage=stage, stages=run.pipeline.stages)
+        checks = CheckSettings(share=pipeline.check_share, stage=stage, stages=pipeline.stages)
         self._checks = SpotChecks(
             ways,
-            ACTIVATION_CODECS[run.pipeline.codec],
+            ACTIVATION_CODECS[pipeline.codec],
             checks,
             device.beside,
             lambda verdict: context.reporter.record(events.SpotCheck(**verdict._asdict())),
@@ -128,46 +119,32 @@ class Replica:
         )
         if checks.rate > 0.0:
             ways = replace(ways, hops=self._checks.hops, check=self._checks.check)
-        self.next_stage = None if self.last else NextStage(ways, rng)
-        self.worker = Worker(
-            model,
-            self.admission,
-            self._run,
-            self.next_stage,
-            run.pipeline.budget_s,
-            device.clock,
-            evaluation_quota(run),
-        )
+        self.next_stage = None if self.last else NextStage(ways, Random(f"{run.seed}|routing|{context.me}"))
+        budget_s, quota = pipeline.budget_s, evaluation_quota(run)
+        self.worker = Worker(model, self.admission, self._run, self.next_stage, budget_s, device.clock, quota)
         self.microbatches = MicrobatchServer(context, stage, self.worker, turns)
         self._gossip_schema = gossip_schema(run, model.shapes)
         self._partners = Partners(context.me, stage, lambda: context.membership.roster)
-        weight_bytes = sum(tensor.nbytes for tensor in starting_state.origin.state.slow)
-        self.rounds = Rounds(
-            context.me,
-            run.outer,
-            starting_state.origin,
-            self,
-            RoundContext(
-                seed=run.seed,
-                compute=device.beside,
-                partners=self._partners,
-                converse=self._converse,
-                record=self._journal,
-                fixed=model.fixed,
-                from_zero=run.adapter.rank > 0 and run.adapter.freeze_a,
-                timeouts=round_timeouts(run, context.options, weight_bytes),
-                answers=AdaptiveTimeout(ANSWERS) if context.options.deadlines else None,
-                saw=self._saw,
-            ),
+        round_context = RoundContext(
+            seed=run.seed,
+            compute=device.beside,
+            partners=self._partners,
+            converse=self._converse,
+            record=self._journal,
+            fixed=model.fixed,
+            from_zero=run.adapter.is_trained and run.adapter.freeze_a,
+            timeouts=round_timeouts(run, context.options, sum(tensor.nbytes for tensor in origin.state.slow)),
+            answers=AdaptiveTimeout(ANSWERS) if context.options.deadlines else None,
+            saw=self._saw,
         )
+        self.rounds = Rounds(context.me, run.outer, origin, self, round_context)
         self.starting_weights = StartingWeights(starting_state, self.rounds)
         self._line_s = context.host.line_s(stage)
         self._loss: float | None = None
         self._gap: float | None = None
         self._partner: str | None = None
         self._tokens_per_s = 0.0
-        self.seconds_per_step = 1.0
-        """The time from one inner step to the next, of the last window; 1 before the first."""
+        self.seconds_per_step = 1.0  # the time from one inner step to the next, of the last window; 1 before the first
         self._stepped_at, self._busy_s = loop_s(), device.busy_s
 
     # The training itself.

@@ -19,8 +19,7 @@ from noloco_node.tasks import loop_s
 LINE_EVERY_S = 10.0
 RECEIPTS_EVERY_S = 60.0
 SPEED_EVERY_S = 30.0
-MOST_SOURCES = 16
-"""The most sources whose receipts a node journals."""
+MOST_SOURCES = 16  # the most sources whose receipts a node journals
 
 
 class ProgressReporter:
@@ -33,8 +32,7 @@ class ProgressReporter:
         self._device, self._speed = context.host.device, DeviceSpeed()
         self._meetings = MissedMeetings()
         self._warn = context.warn
-        self.hops: tuple[tuple[str, int], ...] = ()
-        """Next hops for our record, as `HopSample` has them."""
+        self.hops: tuple[tuple[str, int], ...] = ()  # next hops for our record, as `HopSample` has them
 
     async def run(self) -> NoReturn:
         said_at, totals_at, receipts_at, waited_for = -LINE_EVERY_S, 0.0, loop_s(), None

@@ -32,8 +32,7 @@ LOOK_EVERY_S = 60.0
 COUNT_EVERY_S = 2.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
 _MOST_GROWTHS = 10
-STEADY_S = 1800.0
-"""The end of a session that lasted so long counts as a first failure."""
+STEADY_S = 1800.0  # the end of a session that lasted so long counts as a first failure
 _PASSING = frozenset({Exit.UNREACHABLE, Exit.PORT_TAKEN, Exit.DAEMON, Exit.CONFIG})
 """CONFIG among them: the config was right for the first session, so an address or a disk of it is away now."""
 

@@ -35,14 +35,10 @@ from noloco_node.swarm.roster import Roster
 from noloco_node.units import format_bytes
 from pipeline.placement import StageClaim, capacities, choose_stage, parse_stage, reason, should_yield, stages_that_fit
 
-LOOKS = 5
-"""Failed readings of the roster after which a newcomer gives up."""
-AGAIN_S = 30.0
-"""Pause between later readings of a replica that moves: it does not give up."""
-SETTLE_S = 1.0
-"""Pause between a claim and the reading after it, in which claims of the same moment arrive."""
-CLAIMS = 8
-"""The most claims that a newcomer announces."""
+LOOKS = 5  # failed readings of the roster after which a newcomer gives up
+AGAIN_S = 30.0  # pause between later readings of a replica that moves: it does not give up
+SETTLE_S = 1.0  # pause between a claim and the reading after it, in which claims of the same moment arrive
+CLAIMS = 8  # the most claims that a newcomer announces
 MORE_MEMORY = "end other programs, allow more with --max-memory, or join a run with more stages"
 
 
@@ -139,12 +135,7 @@ def _does_not_fit(host: Host, free: FreeMemory, stages: Sequence[int], *, reserv
 
 def out_of_memory(stage: int, why: str) -> UserError:
     """Return the error of a stage for which the memory of the device was not enough."""
-    return UserError(
-        f"Stage {stage} does not fit in memory here.",
-        why=why,
-        hint=MORE_MEMORY,
-        code=Exit.DEVICE,
-    )
+    return UserError(f"Stage {stage} does not fit in memory here.", why=why, hint=MORE_MEMORY, code=Exit.DEVICE)
 
 
 async def claim_stage(context: NodeContext, request: StageRequest, served: int | None) -> ClaimedStage:

@@ -24,31 +24,23 @@ from noloco_node.run.peer_state import Wait, WaitCause
 from noloco_node.swarm.shards import StageSize
 
 NEARLY_FULL, HALF_FULL = 0.75, 0.5
-ALIKE = 0.85
-"""Stages whose devices are at least so busy, measured by the busiest, count as equally busy."""
+ALIKE = 0.85  # stages whose devices are at least so busy, measured by the busiest, count as equally busy
 STANDS_OUT = 1.5
 
 
 class Cause(StrEnum):
     """Why a device stands still; of several causes, the first one counts."""
 
-    JOINING = "joining"
-    """The peer looks for a place, or copies the weights of another."""
-    ENDING = "ending"
-    """The run's tokens are used up, or the peer is on its way out."""
-    GOSSIP = "gossip"
-    """A blocking round drains and exchanges, or the pause between two steps takes long."""
-    ROUTE = "no route"
-    """No replica of the next stage can be reached; or the source pauses before it tries again."""
-    ROOM = "room at the next stage"
-    """Replicas of the next stage refused for now."""
+    JOINING = "joining"  # the peer looks for a place, or copies the weights of another
+    ENDING = "ending"  # the run's tokens are used up, or the peer is on its way out
+    GOSSIP = "gossip"  # a blocking round drains and exchanges, or the pause between two steps takes long
+    ROUTE = "no route"  # no replica of the next stage can be reached; or the source pauses before it tries again
+    ROOM = "room at the next stage"  # replicas of the next stage refused for now
     WINDOW = "end of the window"
     """More microbatches wait at the admission window, but the window is complete but for those that are further down;
     or gradients have come that belong to the next window."""
-    REPLIES = "replies"
-    """All microbatches of the window, or of both, are further down, and no more are at the gate."""
-    MICROBATCHES = "microbatches"
-    """The window has room, and the stage before sends nothing."""
+    REPLIES = "replies"  # all microbatches of the window, or of both, are further down, and no more are at the gate
+    MICROBATCHES = "microbatches"  # the window has room, and the stage before sends nothing
 
 
 WHILE = {

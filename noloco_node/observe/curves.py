@@ -40,10 +40,8 @@ FIGURES: Mapping[type, Mapping[str, str]] = {
     events.Evaluated: {"loss": "eval/loss"},
 }
 """The names of curves by the fields of events."""
-MOST_WAITING = 4096
-"""Events that a slow logger may have before it; further ones are lost to it."""
-PATIENCE_S = 10.0
-"""For how long a node that ends waits for a logger."""
+MOST_WAITING = 4096  # events that a slow logger may have before it; further ones are lost to it
+PATIENCE_S = 10.0  # for how long a node that ends waits for a logger
 FLUSH_S = 10
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from noloco_node.admission.ticket import peer_of_file
-from noloco_node.errors import config_error, reason_of, storage_error, usage_error
+from noloco_node.errors import config_error, os_errors_as, storage_error, usage_error
 from noloco_node.journal.events import fields_of
 from noloco_node.journal.reader import journals_in, read
 from noloco_node.observe.curves import CurveFormat, drawing, step_figures
@@ -26,8 +26,7 @@ from noloco_node.storage import atomic_file
 from noloco_node.storage.home import HomePaths
 from noloco_node.units import format_bytes, format_count, format_duration, format_energy
 
-LARGEST_INTEGER = 2**63 - 1
-"""Of a column of whole numbers in Parquet."""
+LARGEST_INTEGER = 2**63 - 1  # of a column of whole numbers in Parquet
 FIRST = ("peer_name", "at", "event")
 
 
@@ -54,10 +53,8 @@ def export_journals(places: Sequence[Path], out: Path, kind: TableFormat) -> str
             "There is nothing to export.", "no event in these journals is legible", "give the home of a node"
         )
     curves = kind.curves
-    try:
+    with os_errors_as(storage_error, f"Cannot write {out}.", "give --out another place"):
         count = _write_whole(journals, out, kind) if curves is None else _draw(journals, out, curves)
-    except OSError as error:
-        raise storage_error(f"Cannot write {out}.", why=reason_of(error), hint="give --out another place") from error
     return f"Wrote {count:,} {'points' if curves else 'rows'} to {out}."
 
 

@@ -17,8 +17,7 @@ from noloco_node.observe.bottleneck import CAUSES
 from noloco_node.observe.swarm_view import SwarmView
 from noloco_node.run.peer_state import Wait
 
-MOST_VALUES = 32
-"""Of one label: what comes beyond is `other`."""
+MOST_VALUES = 32  # of one label: what comes beyond is `other`
 SECONDS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 

@@ -11,27 +11,16 @@ from typing import Any
 
 import msgspec
 
+from noloco_node.observe import swarm_view
 from noloco_node.observe.playback import PlaybackState
 from noloco_node.observe.screen import fitting_peers, time_left
-from noloco_node.observe.swarm_view import (
-    LONGEST_VIRTUAL_S,
-    Change,
-    Moment,
-    PeerFigures,
-    PeerView,
-    Route,
-    SwarmFigures,
-    SwarmView,
-    plain,
-    short,
-)
 
 MOST_PEERS = 400
 MOST_ROUTES = 1000
 MOST_MOMENTS = 256
 
 
-class FramePeer(PeerFigures, frozen=True, kw_only=True):
+class FramePeer(swarm_view.PeerFigures, frozen=True, kw_only=True):
     """One peer, its words plain. `met`: place of its last partner in the list. `waits_s`: how long it has waited."""
 
     id: str
@@ -51,7 +40,7 @@ class FrameCourse(msgspec.Struct, frozen=True, kw_only=True):
     held_out: list[float | None]
 
 
-class PageFrame(SwarmFigures, frozen=True, kw_only=True):
+class PageFrame(swarm_view.SwarmFigures, frozen=True, kw_only=True):
     """All that a page shows. `virtual`: times are seconds since the beginning of a simulation. `left`: time, in words.
 
     `routes`: places of two peers in the list, and microbatches a second between them. `more_peers`: how many are left
@@ -63,34 +52,37 @@ class PageFrame(SwarmFigures, frozen=True, kw_only=True):
     peers: list[FramePeer]
     more_peers: int
     routes: list[tuple[int, int, float]]
-    changes: list[Change]
+    changes: list[swarm_view.Change]
     course: FrameCourse
     playback: PlaybackState | None
 
 
-def page_frame(view: SwarmView, playback: PlaybackState | None = None) -> PageFrame:
+def page_frame(view: swarm_view.SwarmView, playback: PlaybackState | None = None) -> PageFrame:
     shown = fitting_peers(view.peers, MOST_PEERS)
     places = {peer.peer: number for number, peer in enumerate(shown)}
-    figures = {field: _plain(getattr(view, field)) for field in SwarmFigures.__struct_fields__}
+    figures = {field: _plain(getattr(view, field)) for field in swarm_view.SwarmFigures.__struct_fields__}
     figures["run_id"] = view.run_id[:12]
     figures["stages"] = tuple(msgspec.structs.replace(each, waits=_plain(each.waits)) for each in view.stages)
     return PageFrame(
         **figures,
-        virtual=view.at < LONGEST_VIRTUAL_S,
+        virtual=view.at < swarm_view.LONGEST_VIRTUAL_S,
         left=time_left(view),
         peers=[_peer(each, places, view.at) for each in shown],
         more_peers=len(view.peers) - len(shown),
         routes=_routes(view.routes, places),
-        changes=[Change(at=each.at, name=plain(each.name), text=plain(each.text)) for each in view.changes],
+        changes=[
+            swarm_view.Change(at=each.at, name=swarm_view.plain(each.name), text=swarm_view.plain(each.text))
+            for each in view.changes
+        ],
         course=_course(view.course),
         playback=playback,
     )
 
 
-def _peer(peer: PeerView, places: dict[str, int], at: float) -> FramePeer:
+def _peer(peer: swarm_view.PeerView, places: dict[str, int], at: float) -> FramePeer:
     return FramePeer(
-        **{field: _shown(getattr(peer, field)) for field in PeerFigures.__struct_fields__},
-        id=plain(short(peer.peer)),
+        **{field: _shown(getattr(peer, field)) for field in swarm_view.PeerFigures.__struct_fields__},
+        id=swarm_view.plain(swarm_view.short(peer.peer)),
         trains=peer.trains,
         waits_s=None if peer.since is None else max(0.0, round(at - peer.since, 1)),
         met=None if peer.met is None else places.get(peer.met),
@@ -103,10 +95,10 @@ def _shown(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    return plain(value) if isinstance(value, str) else value
+    return swarm_view.plain(value) if isinstance(value, str) else value
 
 
-def _routes(routes: Sequence[Route], places: dict[str, int]) -> list[tuple[int, int, float]]:
+def _routes(routes: Sequence[swarm_view.Route], places: dict[str, int]) -> list[tuple[int, int, float]]:
     found = [
         (places[each.origin], places[each.target], round(each.per_s, 3))
         for each in routes
@@ -115,7 +107,7 @@ def _routes(routes: Sequence[Route], places: dict[str, int]) -> list[tuple[int, 
     return sorted(found, key=lambda route: -route[2])[:MOST_ROUTES]
 
 
-def _course(moments: Sequence[Moment]) -> FrameCourse:
+def _course(moments: Sequence[swarm_view.Moment]) -> FrameCourse:
     stride = 1 + len(moments) // MOST_MOMENTS
     kept = [*moments[:-1:stride], *moments[-1:]]
     digits = {"at": 1, "progress": 5, "tokens_per_s": 4, "loss": 4, "gap": 6, "held_out": 4}

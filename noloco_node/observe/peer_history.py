@@ -21,10 +21,8 @@ from noloco_node.observe.swarm_view import Thinned
 from noloco_node.run.peer_state import PeerState, Wait
 from noloco_node.swarm.roster import Given
 
-LONGEST_PAUSE_S = 120.0
-"""Between two lines of a journal whose node was there all the time: it writes more often."""
-RECENT = 8
-"""Inner steps that the present speed is measured over."""
+LONGEST_PAUSE_S = 120.0  # between two lines of a journal whose node was there all the time: it writes more often
+RECENT = 8  # inner steps that the present speed is measured over
 
 
 class Contribution(msgspec.Struct, kw_only=True):
@@ -59,12 +57,10 @@ class ContributionLedger:
 
     def __init__(self) -> None:
         self.by_run: dict[str, Contribution] = {}
-        self.now: Contribution | None = None
-        """The contribution to the present run; None before there is one."""
+        self.now: Contribution | None = None  # the contribution to the present run; None before there is one
         self._sent = self._received = self._pid = 0
         self._joules = 0.0
-        self._moves = False
-        """The node moves to another stage, where its totals go on."""
+        self._moves = False  # the node moves to another stage, where its totals go on
 
     def given(self, run: str) -> Given | None:
         """Return the contribution to a run as a field of our record; None without one."""
@@ -145,31 +141,23 @@ class PeerHistory:
     slowdown: float = 1.0
     ledger: ContributionLedger = field(default_factory=ContributionLedger)
     peer: str | None = None
-    parameters: int = 0
-    """Of its stage."""
+    parameters: int = 0  # of its stage
     state: PeerState | None = None
     waiting: Wait | None = None
-    since: float = 0.0
-    """When `state` and `waiting` last changed."""
-    began_at: float | None = None
-    """When its first inner step began."""
-    ended_at: float = 0.0
-    """When its last inner step ended."""
-    progress: float = 0.0
-    """Of the run, 0 to 1, as of its last inner step."""
+    since: float = 0.0  # when `state` and `waiting` last changed
+    began_at: float | None = None  # when its first inner step began
+    ended_at: float = 0.0  # when its last inner step ended
+    progress: float = 0.0  # of the run, 0 to 1, as of its last inner step
     recent: deque[events.InnerStep] = field(default_factory=lambda: deque(maxlen=RECENT))
     """The last inner steps of this session but its first, which has waited for the swarm to come together."""
     steps: int = 0
     tokens: int = 0
-    loss: float | None = None
-    """Of the last inner steps, smoothed."""
+    loss: float | None = None  # of the last inner steps, smoothed
     losses: Curve = field(default_factory=_curve)
-    drawn: Curve = field(default_factory=_curve)
-    """Tokens so far."""
+    drawn: Curve = field(default_factory=_curve)  # tokens so far
     busy_s: float = 0.0
     worked_s: float = 0.0
-    session_steps: int = 0
-    """Inner steps of this session."""
+    session_steps: int = 0  # inner steps of this session
     round: int = 0
     partner: str | None = None
     gap_first: float | None = None
@@ -178,8 +166,7 @@ class PeerHistory:
     met: int = 0
     solo: int = 0
     skipped: int = 0
-    staleness: int = 0
-    """Of all rounds together."""
+    staleness: int = 0  # of all rounds together
     hops: dict[str, int] = field(default_factory=dict)
     hops_at: float | None = None
     routes: dict[str, float] = field(default_factory=dict)
@@ -194,12 +181,9 @@ class PeerHistory:
     violations: int = 0
     others_signed: dict[str, int] = field(default_factory=dict)
     """Tokens of other sources for which it has seen receipts, by peer."""
-    evaluated: events.Evaluated | None = None
-    """Its last evaluation."""
-    finished: str | None = None
-    """Why its training ended."""
-    gone: str | None = None
-    """How its process ended, where the observer saw that; a journal cannot tell."""
+    evaluated: events.Evaluated | None = None  # its last evaluation
+    finished: str | None = None  # why its training ended
+    gone: str | None = None  # how its process ended, where the observer saw that; a journal cannot tell
 
     def take(self, event: events.Event) -> None:
         self.ledger.take(event)

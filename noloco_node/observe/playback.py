@@ -30,12 +30,9 @@ from noloco_node.run.runfile import decode_run
 from noloco_node.storage.home import HomePaths
 from noloco_node.units import format_clock
 
-TRACE = "events.jsonl"
-"""What `simulate --trace` writes."""
-MOMENTS = 240
-"""Of the course of a recording."""
-SILENT_S = 30.0
-"""Without a line in its journal, before a peer counts as gone: one that lives writes more often."""
+TRACE = "events.jsonl"  # what `simulate --trace` writes
+MOMENTS = 240  # of the course of a recording
+SILENT_S = 30.0  # without a line in its journal, before a peer counts as gone: one that lives writes more often
 SILENT = "its journal falls silent"
 
 KEYS = {
@@ -53,10 +50,8 @@ KEYS = {
     "q": "quit",
 }
 """What a terminal sends, by what it means here."""
-WHOLE_S = 60.0
-"""In which a recording is played from beginning to end at first."""
-STEPS = 50
-"""Steps forward or back from one end of a recording to the other."""
+WHOLE_S = 60.0  # in which a recording is played from beginning to end at first
+STEPS = 50  # steps forward or back from one end of a recording to the other
 FASTEST, SLOWEST = 2.0**16, 2.0**-4
 
 

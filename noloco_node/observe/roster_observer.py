@@ -38,8 +38,7 @@ LEAST_SPAN_S, SPAN_S = 20.0, 60.0
 """For which the run's tokens are watched before their growth is believed, and over which it is measured."""
 MOST_TOLD = 32
 MOST_EVALUATED = 4096
-ROUTE_S = 60.0
-"""For which a route that nobody tells of any more is shown."""
+ROUTE_S = 60.0  # for which a route that nobody tells of any more is shown
 MOST_PER_MINUTE = 2**20
 NOTHING = Given(0, 0, 0, 0)
 SILENT = "no news of it: it may be dead"
@@ -58,8 +57,7 @@ class RosterObserver:
         """The inner steps that each peer had taken when it came to train; 0 of peers that trained at our first look."""
         self._changes: deque[Change] = deque(maxlen=MOST_CHANGES)
         self._course = Course()
-        self._held_out: float | None = None
-        """Of the newest evaluation that a record tells."""
+        self._held_out: float | None = None  # of the newest evaluation that a record tells
         self._evaluated: dict[str, Evaluation] = {}
         """The last evaluation of each peer: a record may be missing for a while, and its evaluation is no news then."""
         self._routes, self._lines = RecordedRoutes(), LineRates()
@@ -83,7 +81,9 @@ class RosterObserver:
             budget_tokens=self._tokens(run.budget_samples),
             tokens_per_s=self._tokens_per_s(roster, samples, at),
             held_out=self._held_out,
-            trouble=_age(roster),
+            trouble=None
+            if roster.old_since_s is None
+            else f"no news of anybody for {roster.read_at - roster.old_since_s:.0f} s: what is shown is old",
         )
         self._lines.take(records)
         other_sources = {source.peer: source for source in roster.other_sources}
@@ -286,9 +286,3 @@ def _change(before: PeerRecord | None, now: PeerRecord) -> str | None:
     if before.state is not now.state:
         return f"is {now.state} at stage {now.stage} now"
     return None
-
-
-def _age(roster: Roster) -> str | None:
-    if roster.old_since_s is None:
-        return None
-    return f"no news of anybody for {roster.read_at - roster.old_since_s:.0f} s: what is shown is old"

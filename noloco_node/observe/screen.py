@@ -21,22 +21,13 @@ from rich.text import Text
 
 from noloco_node.observe.bottleneck import StageView
 from noloco_node.observe.peer_history import Point
-from noloco_node.observe.swarm_view import (
-    LONGEST_VIRTUAL_S,
-    Change,
-    GivenInAll,
-    PeerView,
-    SwarmView,
-    plain,
-)
+from noloco_node.observe.swarm_view import LONGEST_VIRTUAL_S, Change, GivenInAll, PeerView, SwarmView, plain
 from noloco_node.swarm.shards import total
 from noloco_node.units import format_clock, format_count, format_duration
 
 STATE_STYLES = {"joining": "yellow", "catching up": "yellow", "training": "green", "finished": "blue", "gone": "red"}
-WIDE = 110
-"""Columns from which a peer's partner and share of work, and a stage's gap, are shown too."""
-LEAST_CHART = 5
-"""Lines below which a curve says nothing."""
+WIDE = 110  # columns from which a peer's partner and share of work, and a stage's gap, are shown too
+LEAST_CHART = 5  # lines below which a curve says nothing
 MOST_CHART = 12
 LEAST_WIDTH, LEAST_HEIGHT = 40, 10
 PLAIN_EVERY_S = 5.0

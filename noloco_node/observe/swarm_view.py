@@ -19,12 +19,9 @@ from noloco_node.swarm.shards import StageSize
 
 T = TypeVar("T")
 
-SHORT_ID = 8
-"""Letters of a peer id that a person sees; its last ones, for the first are alike."""
-MOST_WORDS = 200
-"""Of what a peer says of itself in words."""
-MOST_CHANGES = 100
-"""Arrivals, departures and the like that a view remembers."""
+SHORT_ID = 8  # letters of a peer id that a person sees; its last ones, for the first are alike
+MOST_WORDS = 200  # of what a peer says of itself in words
+MOST_CHANGES = 100  # arrivals, departures and the like that a view remembers
 
 TOLD_ROUTES = "microbatches that came back, as peers told of them in the last minute"
 ALL_ROUTES = "microbatches that came back"
@@ -34,8 +31,7 @@ the time for which the device computes; of a CPU, that for which its thread has 
 SETTLED_STEPS = 16
 """Inner steps after which the loss of a peer that came to train counts for the swarm's. The weights of a checkpoint are
 old: the first windows have a loss that the others had long ago, until the next rounds pull the weights to theirs."""
-LONGEST_VIRTUAL_S = 1e9
-"""Times below are seconds since a simulation began; later ones are unix seconds."""
+LONGEST_VIRTUAL_S = 1e9  # times below are seconds since a simulation began; later ones are unix seconds
 
 
 class PeerFigures(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,8 +19,7 @@ from noloco_node.run.runfile import load_run
 from noloco_node.units import format_bytes, format_duration, format_rate
 from pipeline.messages import ACTIVATION_CODECS
 
-PROBE_BYTES = 4 * 4096
-"""A sample of weights that goes with an exchange (`gossip.exchange.swap.PROBE`), at most."""
+PROBE_BYTES = 4 * 4096  # a sample of weights that goes with an exchange (`gossip.exchange.swap.PROBE`), at most
 
 Shapes = Sequence[tuple[int, ...]]
 
@@ -73,12 +72,9 @@ def float32_bytes(shapes: Shapes) -> int:
 if TYPE_CHECKING:
     from noloco_node.machine.interface import Dimensions
 
-SLOWEST_BYTES_PER_S = 2**20
-"""Of a line that is still good enough, if nobody says otherwise."""
-ROUND_S = 60.0
-"""That partners wait for an exchange, whatever its size, before its bytes are counted."""
-NARROW_S = 2.0
-"""A microbatch that takes so long on the line is cause for a word: few devices take as long for theirs."""
+SLOWEST_BYTES_PER_S = 2**20  # of a line that is still good enough, if nobody says otherwise
+ROUND_S = 60.0  # that partners wait for an exchange, whatever its size, before its bytes are counted
+NARROW_S = 2.0  # a microbatch that takes so long on the line is cause for a word: few devices take as long for theirs
 
 
 class MicrobatchBytes(NamedTuple):

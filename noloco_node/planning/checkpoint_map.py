@@ -29,8 +29,7 @@ from pipeline.model_config import Prepared
 from pipeline.partition import skeleton
 from pipeline.stage import Stage
 
-Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
-"""Name and shape of parameters."""
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]  # name and shape of parameters
 
 
 class _Origin(NamedTuple):
@@ -113,16 +112,14 @@ class CheckpointMap:
             return  # of something that this model has not, such as another head
         origin = self._origins.get(first)
         if origin is None:
-            converter = None if pattern is None else self._converter_of(pattern)
+            # As transformers chooses: of several the last.
+            fitting = (each for each in reversed(self._converters) if pattern in each.source_patterns)
+            converter = None if pattern is None else next(fitting)
             origin = _Origin(first, converter, [])
             targets = [""] if converter is None else converter.target_patterns
             for target in targets:
                 self._origins.setdefault(first.replace(targets[0], target) if target else first, origin)
         origin.tensors.append((name, pattern))
-
-    def _converter_of(self, pattern: str) -> Any:
-        # As transformers chooses: of several the last.
-        return next(each for each in reversed(self._converters) if pattern in each.source_patterns)
 
     def _made(self, origin: _Origin, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         if origin.converter is None:

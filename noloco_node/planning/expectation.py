@@ -9,31 +9,21 @@ from pathlib import Path
 from msgspec import structs
 
 from noloco_node.data.held_out_text import FORWARD_PASSES, evaluated_sequences
+from noloco_node.planning import throughput
 from noloco_node.planning.bandwidth import hop_bytes, round_bytes
 from noloco_node.planning.method_map import on_such_lines
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.planning.plan import LEAST_ROUNDS, mean_steps_per_round, rounds_of
 from noloco_node.planning.plan_text import fitted, in_phases
 from noloco_node.planning.search import CLEARLY, Planned, in_fewer_stages, in_subspaces, plan_for, plan_in
-from noloco_node.planning.throughput import (
-    Machines,
-    fits,
-    forecast,
-    gpu_memories,
-    missing,
-    share_of_rounds,
-    taking_part,
-)
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import load_run
 from noloco_node.units import format_bytes, format_count, format_duration, format_rate
 from pipeline.admission_window import MOST_IN_FLIGHT
 
 TOKENS_A_PARAMETER = 20
-EVALUATIONS = 100
-"""Of a run on held-out text."""
-IDLE = 0.5
-"""Less of their time at work than this, and a plan leaves devices idle."""
+EVALUATIONS = 100  # of a run on held-out text
+IDLE = 0.5  # less of their time at work than this, and a plan leaves devices idle
 
 
 def planned_values(run: RunConfig) -> dict[str, dict[str, object]]:
@@ -49,11 +39,7 @@ def planned_values(run: RunConfig) -> dict[str, dict[str, object]]:
             "windows_in_flight": pipeline.windows_in_flight,
             "codec": f'"{pipeline.codec}"',
         },
-        "inner": {
-            "steps": run.inner.steps,
-            "warmup_steps": run.inner.warmup_steps,
-            "state": f'"{run.inner.state}"',
-        },
+        "inner": {"steps": run.inner.steps, "warmup_steps": run.inner.warmup_steps, "state": f'"{run.inner.state}"'},
         "outer": {
             "inner_steps_per_round": outer.inner_steps_per_round,
             **({} if late is None else {"late_inner_steps_per_round": late}),
@@ -73,7 +59,7 @@ def with_evaluations(run: RunConfig) -> RunConfig:
     return structs.replace(run, data=structs.replace(run.data, evaluate_every_rounds=every))
 
 
-def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
+def describe_expectation(planned: Planned, machines: throughput.Machines) -> list[str]:
     """Say what to expect of a run on its machines, in lines that a terminal holds."""
     run, layout, needs, found = planned
     pipeline, tokens = run.pipeline, run.tokens(run.budget_samples)
@@ -115,7 +101,8 @@ def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
         largest = max(round_bytes(run.outer, tuple(shapes.values())) for shapes in layout.shapes)
         said.append(
             f"A round: {format_bytes(largest)} each way, due every {mean_steps_per_round(run.outer):.0f} inner steps; "
-            f"with {share_of_rounds(run):.0%} of the line it comes every {found.steps_per_round} at the soonest."
+            f"with {throughput.share_of_rounds(run):.0%} of the line it comes every {found.steps_per_round} at the "
+            "soonest."
         )
         if found.steps_per_round * LEAST_ROUNDS > run.inner.steps:
             said.append(
@@ -135,7 +122,7 @@ def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
     return fitted([*said, *_alternatives(planned, machines)])
 
 
-def describe_changes(planned: Planned, before: RunConfig, machines: Machines) -> list[str]:
+def describe_changes(planned: Planned, before: RunConfig, machines: throughput.Machines) -> list[str]:
     """Say what a plan changed that a person asked for, and why; nothing where it kept the batch and all have work."""
     run, said = planned.run, list[str]()
     asked, batch = before.tokens(before.batch), run.tokens(run.batch)
@@ -147,13 +134,13 @@ def describe_changes(planned: Planned, before: RunConfig, machines: Machines) ->
             f"{run.inner.steps:,}. The learning rate stays; by a rule of thumb for Adam one "
             f"{sqrt(batch / asked):.2g} times as high suits that batch."
         )
-    spare = machines.count - taking_part(run, machines)
+    spare = machines.count - throughput.taking_part(run, machines)
     if spare:
         said.append(f"This plan leaves out {spare} of {machines.count} machines, which may join as more replicas.")
     return fitted(said)
 
 
-def _alone(planned: Planned, machines: Machines) -> list[str]:
+def _alone(planned: Planned, machines: throughput.Machines) -> list[str]:
     if machines.count == 1:
         return []
     pipeline = structs.replace(
@@ -161,9 +148,9 @@ def _alone(planned: Planned, machines: Machines) -> list[str]:
     )
     alone = structs.replace(planned.run, pipeline=pipeline)
     layout = model_layout(alone)
-    needs = gpu_memories(alone, layout, machines)
-    speed = forecast(alone, layout, structs.replace(machines, count=1), needs).tokens_per_s
-    lacks = missing(needs, machines)
+    needs = throughput.gpu_memories(alone, layout, machines)
+    speed = throughput.forecast(alone, layout, structs.replace(machines, count=1), needs).tokens_per_s
+    lacks = throughput.missing(needs, machines)
     times = planned.expected.tokens_per_s / speed
     does = f"the swarm does the work of {times:,.{1 if times < 10 else 0}f} of them"
     if any(lacks):
@@ -178,11 +165,10 @@ def _alone(planned: Planned, machines: Machines) -> list[str]:
     return [said]
 
 
-_FORMS = {"float32": "float32", "int8": "8-bit codes"}
-"""What the forms of a stage's state are called."""
+_FORMS = {"float32": "float32", "int8": "8-bit codes"}  # what the forms of a stage's state are called
 
 
-def _other_form(planned: Planned, machines: Machines) -> str:
+def _other_form(planned: Planned, machines: throughput.Machines) -> str:
     """Say in which form the state is kept, and what the best plan with the other form reaches."""
     state = planned.run.inner.state
     here, (name, there) = _FORMS[state], next(each for each in _FORMS.items() if each[0] != state)
@@ -197,7 +183,7 @@ def _other_form(planned: Planned, machines: Machines) -> str:
     )
 
 
-def _alternatives(planned: Planned, machines: Machines) -> Iterator[str]:
+def _alternatives(planned: Planned, machines: throughput.Machines) -> Iterator[str]:
     """Yield what else would bring clearly more tokens a second: more memory, faster lines, a subspace."""
     enough, fewer = CLEARLY * planned.expected.tokens_per_s, in_fewer_stages(planned, machines)
     if fewer is not None and fewer[0].expected.tokens_per_s >= enough:
@@ -211,7 +197,7 @@ def _alternatives(planned: Planned, machines: Machines) -> Iterator[str]:
     faster = structs.replace(
         machines, up_bytes_per_s=2 * machines.up_bytes_per_s, down_bytes_per_s=2 * machines.down_bytes_per_s
     )
-    speed = forecast(planned.run, planned.layout, faster, planned.needs).tokens_per_s
+    speed = throughput.forecast(planned.run, planned.layout, faster, planned.needs).tokens_per_s
     if speed >= enough:
         yield f"On lines twice as fast this plan would reach about {speed:,.0f} tokens/s."
     expected = planned.expected
@@ -219,7 +205,7 @@ def _alternatives(planned: Planned, machines: Machines) -> Iterator[str]:
         yield from _subspaces(planned, machines)
 
 
-def _subspaces(planned: Planned, machines: Machines) -> list[str]:
+def _subspaces(planned: Planned, machines: throughput.Machines) -> list[str]:
     before, narrow = planned.expected.tokens_per_s, list(in_subspaces(planned, machines))
     faster = [plan for plan in narrow if plan.expected.tokens_per_s > before]
     if not faster:
@@ -240,7 +226,7 @@ def _replicas(counts: Sequence[int]) -> str:
     return f"{', '.join(map(str, counts[:-1]))} and {counts[-1]} replicas"
 
 
-def report_machines(path: Path, machines: Machines | None) -> list[str]:
+def report_machines(path: Path, machines: throughput.Machines | None) -> list[str]:
     """Say what the run file at `path` does on machines, and what a plan would change where it leaves them idle."""
     if machines is None:
         return fitted(
@@ -248,15 +234,17 @@ def report_machines(path: Path, machines: Machines | None) -> list[str]:
         )
     run = load_run(path)
     layout = model_layout(run)
-    needs, peers = gpu_memories(run, layout, machines), run.pipeline.peers
-    here = Planned(run, layout, needs, forecast(run, layout, machines, needs))
-    good = fits(needs, machines) and peers <= machines.count
+    needs, peers = throughput.gpu_memories(run, layout, machines), run.pipeline.peers
+    here = Planned(run, layout, needs, throughput.forecast(run, layout, machines, needs))
+    good = throughput.fits(needs, machines) and peers <= machines.count
     if peers > machines.count:
         lines = fitted([f"Warning: this run plans {peers} peers, more than {machines.in_words()}."])
     else:
         lines = describe_expectation(here, machines)
         if not good:
-            lines += fitted([f"Warning: it does not fit on these machines, by {missing(needs, machines).in_words()}."])
+            lines += fitted(
+                [f"Warning: it does not fit on these machines, by {throughput.missing(needs, machines).in_words()}."]
+            )
     if here.expected.busy < IDLE or not good:
         better = plan_for(run, machines)
         if better.expected.tokens_per_s > here.expected.tokens_per_s or not good:

@@ -38,15 +38,13 @@ _HEADS = ((4, 8), (8, 16), (10, 20), (16, 32))
 """Widths of a head in the two small models; the first pair that the family can be built with. Rotary embeddings want
 even parts of them."""
 _BATCHES, _LENGTHS = (1, 2), (8, 16, 32)
-_VOCABULARY = 97
-"""Of the small models; no other size of theirs, so that logits are known by it."""
+_VOCABULARY = 97  # of the small models; no other size of theirs, so that logits are known by it
 _LOGIT_BYTES, _LOGITS_BESIDE = 4, 12
 """What autograd keeps of a logit where a family neither scales nor caps them; what else a pass holds of it at its peak:
 itself, and the gradients of it and of its softmax."""
 _MOST_FAMILIES = 256
 
-Point = tuple[float, float, float]
-"""Scale of the widths, sequences of a microbatch, and their length."""
+Point = tuple[float, float, float]  # scale of the widths, sequences of a microbatch, and their length
 
 
 class _Kept(NamedTuple):

@@ -14,24 +14,12 @@ from noloco_node.errors import config_error, storage_error
 from noloco_node.planning.windows import BACKWARD, FROZEN_BACKWARD
 from noloco_node.run.config import ModelConfig, RunConfig
 from noloco_node.units import format_bytes
+from pipeline import partition
 from pipeline.adapters import frozen_weights
 from pipeline.adapters.lora import Adapter, FrozenSize
 from pipeline.decoder_slice import NotSliceableError, Subspace
 from pipeline.messages import check_width
 from pipeline.model_config import Prepared, family_config, prepare
-from pipeline.partition import (
-    adapter_targets,
-    build,
-    cut,
-    family_notes,
-    folded,
-    forward_flops,
-    slice_size,
-    verify_adapters,
-    verify_family,
-    verify_rows,
-    verify_subspace,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -82,7 +70,9 @@ class ModelLayout(NamedTuple):
     def notes(self) -> tuple[str, ...]:
         """Sentences about parts of this family that training leaves out."""
         family = self.prepared.config.model_type
-        return tuple(f"Of a {family} model, {note} (docs/families.md)." for note in family_notes(self.prepared.config))
+        return tuple(
+            f"Of a {family} model, {note} (docs/families.md)." for note in partition.family_notes(self.prepared.config)
+        )
 
     @property
     def width(self) -> int:
@@ -108,7 +98,7 @@ class ModelLayout(NamedTuple):
 
     def ordinary(self, number: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights of stage `number` in the shapes of an ordinary checkpoint."""
-        return folded(self.prepared.config, self.cuts[number], weights)
+        return partition.folded(self.prepared.config, self.cuts[number], weights)
 
 
 def model_layout(run: RunConfig) -> ModelLayout:
@@ -135,22 +125,24 @@ def _model_layout(run: RunConfig) -> ModelLayout:
         )
     try:
         prepared = prepare(_config(run.model), run.model.dropout)
-        verify_family(prepared.config)
+        partition.verify_family(prepared.config)
         if run.data.packs:
             _check_rows(prepared)
         pipeline, width = run.pipeline, int(prepared.config.hidden_size)
         check_width(pipeline.codec, width, pipeline.subspace)
-        cuts = cut(prepared.config, pipeline.stages, pipeline.boundaries, sequence_length=pipeline.sequence_length)
+        cuts = partition.cut(
+            prepared.config, pipeline.stages, pipeline.boundaries, sequence_length=pipeline.sequence_length
+        )
         if pipeline.subspace is not None:
-            verify_subspace(prepared.config)
+            partition.verify_subspace(prepared.config)
             cuts = tuple(each._replace(subspace=Subspace(pipeline.subspace, run.seed)) for each in cuts)
-        checkpoint = sizes = [slice_size(prepared.config, part) for part in cuts]
+        checkpoint = sizes = [partition.slice_size(prepared.config, part) for part in cuts]
         if (adapter := _adapter(run, prepared)) is not None:
             cuts = tuple(each._replace(adapter=adapter) for each in cuts)
-            sizes = [slice_size(prepared.config, part) for part in cuts]
+            sizes = [partition.slice_size(prepared.config, part) for part in cuts]
             if (idle := next((number for number, size in enumerate(sizes) if not size.shapes), None)) is not None:
                 raise ValueError(f"stage {idle} has none of the layers in adapter.targets: it would train nothing")
-        work = forward_flops(prepared.config, cuts, pipeline.sequence_length)
+        work = partition.forward_flops(prepared.config, cuts, pipeline.sequence_length)
     except NotSliceableError as error:
         raise config_error(
             "The run's model cannot be trained in stages.",
@@ -180,18 +172,18 @@ def _adapter(run: RunConfig, prepared: Prepared) -> Adapter | None:
     if not wanted.is_trained:
         return None
     adapter = Adapter(**msgspec.structs.asdict(wanted), seed=run.seed)
-    names = adapter_targets(prepared.config)
+    names = partition.adapter_targets(prepared.config)
     for target in wanted.targets:
         if not any(adapter._replace(targets=(target,)).is_for(name) for name in names):
             there = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
             raise ValueError(f"adapter.targets names {target}, and the linear layers of this model are {there}")
-    verify_adapters(prepared.config, adapter)
+    partition.verify_adapters(prepared.config, adapter)
     return adapter
 
 
 def _check_rows(prepared: Prepared) -> None:
     try:
-        verify_rows(prepared.config)
+        partition.verify_rows(prepared.config)
     except ValueError as error:
         raise config_error(
             "Rows of this run cannot share a sequence.",
@@ -205,7 +197,7 @@ def build_stage(run: RunConfig, plan: ModelLayout, number: int, device: torch.de
 
     Those that travel through the swarm take their place when a stage is to begin with them.
     """
-    part = build(plan.prepared, plan.cuts[number], run.seed, device)
+    part = partition.build(plan.prepared, plan.cuts[number], run.seed, device)
     directory = hub_directory(run.model)
     if directory is not None:
         from noloco_node.planning.checkpoint_map import load_frozen, read_parameters
@@ -222,7 +214,7 @@ def build_stage(run: RunConfig, plan: ModelLayout, number: int, device: torch.de
 def frozen_whole(layout: ModelLayout, paths: Sequence[Path], form: Form) -> Slice:
     """Return the whole model of a run that trains adapters, in this form, from the files that it starts from."""
     assert layout.adapter is not None, "adapters are trained"
-    part = build(layout.prepared, layout.whole(form), layout.adapter.seed)
+    part = partition.build(layout.prepared, layout.whole(form), layout.adapter.seed)
     from noloco_node.planning.checkpoint_map import load_frozen
 
     load_frozen(layout.prepared, layout.whole_checkpoint, paths, partial(frozen_weights.load, part))

@@ -33,8 +33,7 @@ LEAST_STEPS = 400
 has hardly warmed up, and a batch is wasted on each."""
 LEAST_ROUNDS = 20
 """That a replica opens. Each doubles the replicas that know of a step at best, so twenty mix the largest swarm."""
-_DEEP, _IDLE = 4, 0.7
-"""More stages than this, and less of their time at work, are cause for a warning."""
+_DEEP, _IDLE = 4, 0.7  # more stages than this, and less of their time at work, are cause for a warning
 _SPARE = 1.1
 """Times a planned graph, what room is made for: a measured one may be larger, and other programs take memory."""
 
@@ -42,44 +41,28 @@ _SPARE = 1.1
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that a peer of one stage needs."""
 
-    weights: int
-    """In float32, or the multiplied ones in bfloat16 with a correction of a byte each."""
-    frozen: int
-    """What adapters are trained over, in the form that the run file names."""
-    unpacked: int
-    """The largest matrix of it, in the type in which it is multiplied, where that is another."""
-    gradients: int
-    """In float32, or in bfloat16 where the weights are so."""
-    optimiser: int
-    """AdamW's two moments on the device, in the form that the run file names."""
-    coded_moments: int
-    """Of those, the ones that can lie in main memory instead."""
-    moments_beside: int
-    """Moments in main memory, where the device has no room for them."""
+    weights: int  # in float32, or the multiplied ones in bfloat16 with a correction of a byte each
+    frozen: int  # what adapters are trained over, in the form that the run file names
+    unpacked: int  # the largest matrix of it, in the type in which it is multiplied, where that is another
+    gradients: int  # in float32, or in bfloat16 where the weights are so
+    optimiser: int  # AdamW's two moments on the device, in the form that the run file names
+    coded_moments: int  # of those, the ones that can lie in main memory instead
+    moments_beside: int  # moments in main memory, where the device has no room for them
     slow_weights: int
     outer_momentum: int
     snapshot: int
     """Of the fast weights, which becomes the correction; with a lossy codec a difference from the slow ones."""
-    exchange: int
-    """The weights of both sides as they travel, until the step of their meeting has been taken."""
-    adopted: int
-    """The weights of one side as they travel to a side that adopts them."""
-    ahead: int
-    """Slow weights of both sides, where they travel ahead of time."""
-    gathered: int
-    """What a period of the outer momentum has gathered."""
-    cast_weights: int
-    """The multiplied weights in bfloat16, where `weights` holds them in float32."""
-    stale_weights: int
-    """Those before the last inner step, with two windows in flight; the last stage has one always."""
-    graph: int
-    """What autograd keeps of one microbatch at least, where the backward pass computes each layer again."""
-    whole_graph: int
-    """What it keeps otherwise, while there is room."""
+    exchange: int  # the weights of both sides as they travel, until the step of their meeting has been taken
+    adopted: int  # the weights of one side as they travel to a side that adopts them
+    ahead: int  # slow weights of both sides, where they travel ahead of time
+    gathered: int  # what a period of the outer momentum has gathered
+    cast_weights: int  # the multiplied weights in bfloat16, where `weights` holds them in float32
+    stale_weights: int  # those before the last inner step, with two windows in flight; the last stage has one always
+    graph: int  # what autograd keeps of one microbatch at least, where the backward pass computes each layer again
+    whole_graph: int  # what it keeps otherwise, while there is room
     waiting: int
     """Inputs and outputs of the microbatches that wait for their gradient, as they travel; in main memory always."""
-    other_graphs: int
-    """Whole ones of the other microbatches in flight, while there is room."""
+    other_graphs: int  # whole ones of the other microbatches in flight, while there is room
 
     @property
     def phases(self) -> dict[str, int]:
@@ -142,21 +125,14 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     """One stage."""
 
-    layers: tuple[int, int]
-    """First layer, and the one behind the last."""
-    parameters: int
-    """Those that are trained."""
+    layers: tuple[int, int]  # first layer, and the one behind the last
+    parameters: int  # those that are trained
     frozen_parameters: int
-    flops_per_token: int
-    """Of a forward pass; `backward` says how many times as long a backward pass takes."""
-    work: float
-    """Share of the model's work."""
-    memory: Memory
-    """On a CPU."""
-    gpu: Memory
-    """On a GPU: `gpu.computing` of its own memory, `gpu.beside` beside it."""
-    round_bytes: int
-    """What a peer sends its partner in a round, and receives from it."""
+    flops_per_token: int  # of a forward pass; `backward` says how many times as long a backward pass takes
+    work: float  # share of the model's work
+    memory: Memory  # on a CPU
+    gpu: Memory  # on a GPU: `gpu.computing` of its own memory, `gpu.beside` beside it
+    round_bytes: int  # what a peer sends its partner in a round, and receives from it
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,26 +142,16 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     parameters: int
     stages: tuple[StagePlan, ...]
-    replicas: int
-    """Planned, of each stage."""
-    hop_down_bytes: int
-    """A microbatch on its way to the next stage: activations and targets."""
-    hop_up_bytes: int
-    """Its gradient on the way back."""
-    tokens: int
-    """The budget of the run."""
-    tokens_per_step: int
-    """Of one inner step of one replica."""
-    rounds: int
-    """That a replica opens, when as many peers come as planned."""
-    fetched_bytes: int
-    """Of the files that the run starts from, all stages together."""
-    backward: float
-    """What a backward pass takes, in forward passes: less where the model is frozen."""
-    efficiency: tuple[float, ...]
-    """Share of its time for which the slowest stage works, for each of `windows.MESSAGES`."""
-    remedies: tuple[WindowSuggestion, ...]
-    """Other windows that would make it busier."""
+    replicas: int  # planned, of each stage
+    hop_down_bytes: int  # a microbatch on its way to the next stage: activations and targets
+    hop_up_bytes: int  # its gradient on the way back
+    tokens: int  # the budget of the run
+    tokens_per_step: int  # of one inner step of one replica
+    rounds: int  # that a replica opens, when as many peers come as planned
+    fetched_bytes: int  # of the files that the run starts from, all stages together
+    backward: float  # what a backward pass takes, in forward passes: less where the model is frozen
+    efficiency: tuple[float, ...]  # share of its time for which the slowest stage works, for each of `windows.MESSAGES`
+    remedies: tuple[WindowSuggestion, ...]  # other windows that would make it busier
     warnings: tuple[str, ...]
 
 

@@ -19,9 +19,8 @@ WIDTH = 80
 def describe(plan: RunPlan) -> list[str]:
     stages = "1 stage" if len(plan.stages) == 1 else f"{len(plan.stages)} stages"
     frozen = sum(stage.frozen_parameters for stage in plan.stages)
-    parameters = f"{format_count(plan.parameters)} parameters" + (
-        f" over {format_count(frozen)} frozen" if frozen else ""
-    )
+    over = f" over {format_count(frozen)} frozen" if frozen else ""
+    parameters = f"{format_count(plan.parameters)} parameters{over}"
     lines = [
         f"{plan.name}: {parameters} in {stages}, run id {plan.run_id[:16]}",
         "",

@@ -27,27 +27,21 @@ from noloco_node.run.config import PipelineConfig, RunConfig
 from noloco_node.units import format_bytes
 from pipeline.messages import ACTIVATION_CODECS, check_width
 
-MOST_TOKENS = 2**20
-"""Of an inner step of all peers together: the paper trains on half of that to twice."""
+MOST_TOKENS = 2**20  # of an inner step of all peers together: the paper trains on half of that to twice
 DOUBLING = 1.2
 """What twice the batch, or half of it, must bring in tokens a second: what a token teaches falls as batches grow."""
 STALE = 1.1
 """What a second window in flight must bring in tokens a second: its gradients are stale, and short runs learn less then
 (research/results.md, "Two windows")."""
-CLEARLY = 1.1
-"""What 8-bit codes must bring in tokens a second to take the place of float32."""
-_FORMS = ("bfloat16", "int8", "nf4")
-"""Of a frozen model, from the most bits to the fewest."""
+CLEARLY = 1.1  # what 8-bit codes must bring in tokens a second to take the place of float32
+_FORMS = ("bfloat16", "int8", "nf4")  # of a frozen model, from the most bits to the fewest
 _LEAST_BYTES = {"float32": 16, "int8": 5}
 """A parameter takes on a device, by the form of the state: weights, gradients and moments that cannot lie beside it."""
-_AMPLE = 1e15
-"""Bytes of memory in which every stage fits."""
-_STAGE_COUNTS = 2
-"""Numbers of stages that are tried of those that fit: with more, only bytes and ways grow."""
+_AMPLE = 1e15  # bytes of memory in which every stage fits
+_STAGE_COUNTS = 2  # numbers of stages that are tried of those that fit: with more, only bytes and ways grow
 _SUBSPACE_PARTS = (4, 8)
 """Of the width, what travels in the subspaces that are weighed: the parts that were trained (research/results.md)."""
-_FACTORS = (1.0, 0.5, 2.0, 4.0, 8.0, 16.0)
-"""Of the batch that was asked for, those that are tried."""
+_FACTORS = (1.0, 0.5, 2.0, 4.0, 8.0, 16.0)  # of the batch that was asked for, those that are tried
 _CODECS = tuple(name for name in ACTIVATION_CODECS if name != "float32")
 
 
@@ -238,10 +232,8 @@ def _nothing_fits(run: RunConfig, machines: Machines) -> UserError:
     run = structs.replace(run, inner=structs.replace(run.inner, state="int8"))
     base = _bases(run, machines)[-1]
     layout = model_layout(base)
-    needs = min(
-        (gpu_memories(flow, layout, machines) for flow in _flows(base, base)),
-        key=lambda each: sum(missing(each, machines)),
-    )
+    each_needs = (gpu_memories(flow, layout, machines) for flow in _flows(base, base))
+    needs = min(each_needs, key=lambda each: sum(missing(each, machines)))
     lacks = missing(needs, machines)
     device, beside = (max(getattr(memory, where) for memory in needs) for where in ("computing", "beside"))
     return config_error(

@@ -78,15 +78,11 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens_per_s: float
     busy: float
-    possible: float
-    """Tokens a second of all these devices without any network, nothing computed again."""
+    possible: float  # tokens a second of all these devices without any network, nothing computed again
     bound: str
-    steps_per_round: int
-    """Inner steps between two rounds that take the share of the line that they may have."""
-    computed_again: float
-    """Share of forward passes, of the stage with the most."""
-    replicas: tuple[int, ...]
-    """Of each stage, where peers choose theirs and know their lines."""
+    steps_per_round: int  # inner steps between two rounds that take the share of the line that they may have
+    computed_again: float  # share of forward passes, of the stage with the most
+    replicas: tuple[int, ...]  # of each stage, where peers choose theirs and know their lines
 
 
 def coding_seconds(run: RunConfig, width: int, flops: float) -> float:
@@ -141,10 +137,8 @@ class Missing(NamedTuple):
 def missing(needs: Sequence[Memory], machines: Machines) -> Missing:
     """Return what a machine lacks for the stage that needs most; 0 where all stages fit."""
     gpu, ram = _usable(machines)
-    return Missing(
-        max(0.0, max(memory.computing for memory in needs) - gpu),
-        max(0.0, max(memory.beside for memory in needs) - ram),
-    )
+    computing, beside = max(memory.computing for memory in needs), max(memory.beside for memory in needs)
+    return Missing(max(0.0, computing - gpu), max(0.0, beside - ram))
 
 
 def fits(needs: Sequence[Memory], machines: Machines) -> bool:

@@ -38,12 +38,9 @@ class _Shape(NamedTuple):
     uneven: float
 
 
-_SHAPES = {1: _Shape(1.06, 1.5, 0.72), 2: _Shape(0.59, 3.4, 0.15)}
-"""By windows in flight."""
-_DEEPER = -0.33
-"""The power of half of the stages with which that norm gets less sharp."""
-_MANY = 4.4
-"""From about so many microbatches of a window a replica, a rest hardly counts."""
+_SHAPES = {1: _Shape(1.06, 1.5, 0.72), 2: _Shape(0.59, 3.4, 0.15)}  # by windows in flight
+_DEEPER = -0.33  # the power of half of the stages with which that norm gets less sharp
+_MANY = 4.4  # from about so many microbatches of a window a replica, a rest hardly counts
 
 
 def seconds_each(pipeline: PipelineConfig, pace_s: float, way_s: float) -> float:
@@ -63,12 +60,9 @@ def seconds_each(pipeline: PipelineConfig, pace_s: float, way_s: float) -> float
     return float((pace_s**sharp + (shape.share * wait_s) ** sharp) ** (1.0 / sharp))
 
 
-_LONGEST = 256
-"""The longest window that is suggested: beyond, filling and draining no longer count."""
-MESSAGES = (0.0, 1.0, 3.0)
-"""How long a message may take, in forward passes of the slowest stage of the run as it is."""
-BUSY = 0.85
-"""Efficiency with which nobody needs advice."""
+_LONGEST = 256  # the longest window that is suggested: beyond, filling and draining no longer count
+MESSAGES = (0.0, 1.0, 3.0)  # how long a message may take, in forward passes of the slowest stage of the run as it is
+BUSY = 0.85  # efficiency with which nobody needs advice
 
 
 class WindowSuggestion(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,8 +70,7 @@ class WindowSuggestion(msgspec.Struct, frozen=True, kw_only=True):
 
     microbatches_per_step: int
     microbatch_size: int
-    batch: float
-    """Sequences of an inner step, in batches of the run as it is."""
+    batch: float  # sequences of an inner step, in batches of the run as it is
     efficiency: tuple[float, ...]
 
 
@@ -126,7 +119,7 @@ def in_words(now: tuple[float, ...], others: tuple[WindowSuggestion, ...], repli
     nothing, one, three = now
     lines = [
         f"The slowest stage works about {nothing:.0%} of the time if messages take none, {one:.0%} if a message "
-        f"takes as long as its forward pass, and {three:.0%} if three times as long.",
+        f"takes as long as its forward pass, and {three:.0%} if three times as long."
     ]
     for other in others:
         nothing, one, three = other.efficiency

@@ -24,8 +24,7 @@ from noloco_node.units import Fraction, format_bytes
 from pipeline.admission_window import MOST_IN_FLIGHT
 
 MOST_SLOWDOWN = 1000.0
-TRAVELLING = "files"
-"""The tokenizer of a run whose files travel through the swarm."""
+TRAVELLING = "files"  # the tokenizer of a run whose files travel through the swarm
 TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -42,8 +41,7 @@ TOKENIZER_FILES = (
     "vocab.txt",
 )
 """All that may travel of a tokenizer, and how its model writes text: tables and settings, never a program."""
-LARGEST_TOKENIZER_BYTES = 64 * 2**20
-"""All of its files together."""
+LARGEST_TOKENIZER_BYTES = 64 * 2**20  # all of its files together
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -345,8 +343,7 @@ def _kind_by_suffix(path: str) -> str:
     return "parquet" if plain.endswith(".parquet") else "text"
 
 
-Forgetting = Annotated[float, Meta(ge=0.0, lt=1.0)]
-"""Adam forgets at the rate 1 - beta."""
+Forgetting = Annotated[float, Meta(ge=0.0, lt=1.0)]  # Adam forgets at the rate 1 - beta
 
 
 class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -14,19 +14,7 @@ import tomllib
 import types
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NamedTuple,
-    TypeGuard,
-    TypeVar,
-    Union,
-    cast,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -34,8 +22,7 @@ from noloco_node.errors import UserError, config_error
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-REQUIRED = object()
-"""Stands for the default of a field that has none."""
+REQUIRED = object()  # stands for the default of a field that has none
 
 
 class Field(NamedTuple):
@@ -52,12 +39,12 @@ def is_section(annotation: Any) -> TypeGuard[type]:
     )
 
 
-def fields_of(section: type) -> tuple[Field, ...]:
+def fields_of(section: Any) -> tuple[Field, ...]:
     if not issubclass(section, msgspec.Struct):
         hints = get_type_hints(section, include_extras=True)
         return tuple(
             Field(each.name, hints[each.name], REQUIRED if each.default is dataclasses.MISSING else each.default)
-            for each in dataclasses.fields(cast(Any, section))
+            for each in dataclasses.fields(section)
         )
     return tuple(Field(each.name, each.type, _default(each)) for each in msgspec.structs.fields(section))
 

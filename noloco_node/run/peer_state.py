@@ -21,34 +21,23 @@ class PeerState(StrEnum):
     LEAVING = "leaving"
 
 
-AT_WORK = (PeerState.TRAINING, PeerState.FINISHED)
-"""States in which a replica holds weights of the run."""
+AT_WORK = (PeerState.TRAINING, PeerState.FINISHED)  # states in which a replica holds weights of the run
 
-LONGEST_DETAIL = 200
-"""Letters of a wait's detail."""
+LONGEST_DETAIL = 200  # letters of a wait's detail
 
 
 class WaitCause(StrEnum):
     """The cause of a wait, or of a trouble while a peer trains. Records and journals hold it; views have the words."""
 
-    REPLICA = "replica"
-    """A replica of the next stage has to appear in the roster."""
-    ANSWER = "answer"
-    """No replica of the next stage answers."""
-    ROOM = "room"
-    """The replicas of the next stage refuse for now."""
-    MICROBATCHES = "microbatches"
-    """The stage before sends none."""
-    STATE = "state"
-    """A replica of its own stage has to give its state."""
-    WEIGHTS = "weights"
-    """The weights that the run starts from."""
-    TOKENIZER = "tokenizer"
-    """The tokenizer that the run starts with."""
-    DISK = "disk"
-    """Its disk refuses checkpoints."""
-    OTHER = "other"
-    """The cause that the detail names."""
+    REPLICA = "replica"  # a replica of the next stage has to appear in the roster
+    ANSWER = "answer"  # no replica of the next stage answers
+    ROOM = "room"  # the replicas of the next stage refuse for now
+    MICROBATCHES = "microbatches"  # the stage before sends none
+    STATE = "state"  # a replica of its own stage has to give its state
+    WEIGHTS = "weights"  # the weights that the run starts from
+    TOKENIZER = "tokenizer"  # the tokenizer that the run starts with
+    DISK = "disk"  # its disk refuses checkpoints
+    OTHER = "other"  # the cause that the detail names
 
 
 class Wait(msgspec.Struct, frozen=True):

@@ -17,11 +17,10 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from noloco_node.errors import storage_error, usage_error
+from noloco_node.errors import os_errors_as, storage_error, usage_error
 from noloco_node.storage import atomic_file
 
-Preset: TypeAlias = dict[str, Any]
-"""The values of a preset (`presets.toml`), by field."""
+Preset: TypeAlias = dict[str, Any]  # the values of a preset (`presets.toml`), by field
 
 
 def _packaged(name: str) -> str:
@@ -74,9 +73,7 @@ def machines_of(text: str) -> str | None:
 def numbers_of(preset: str) -> Preset:
     if preset not in _PRESETS:
         raise usage_error(
-            f"There is no preset {preset!r}.",
-            why="a preset is the size of a model",
-            hint=f"one of {', '.join(PRESETS)}",
+            f"There is no preset {preset!r}.", "a preset is the size of a model", f"one of {', '.join(PRESETS)}"
         )
     return _PRESETS[preset]
 
@@ -91,9 +88,7 @@ def check_free(path: Path, hint: str = "another path, or --force") -> None:
     """Raise `UserError` if a file is where one of a run is to be written."""
     if path.exists():
         raise usage_error(
-            f"{path} is there already.",
-            why="it may be all that is left of a run, so it is not overwritten unasked",
-            hint=hint,
+            f"{path} is there already.", "it may be all that is left of a run, so it is not overwritten unasked", hint
         )
 
 
@@ -101,14 +96,9 @@ def write_text(path: Path, text: str, *, overwrite: bool) -> None:
     """Write a run file's text to `path`; raise `UserError` if a file is in the way."""
     if not overwrite:
         check_free(path)
-    try:
+    hint = "a path in a directory that exists and is yours"
+    with os_errors_as(storage_error, f"{path} cannot be written.", hint):
         atomic_file.write(path, text.encode(), public=True)
-    except OSError as error:
-        raise storage_error(
-            f"{path} cannot be written.",
-            why=error.strerror or str(error),
-            hint="a path in a directory that exists and is yours",
-        ) from error
 
 
 def demo_run_text(*, stages: int, replicas: int, steps: int, seed: int) -> str:

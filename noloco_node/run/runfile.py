@@ -20,14 +20,13 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from noloco_node.errors import config_error
+from noloco_node.errors import config_error, os_errors_as
 from noloco_node.network.wire import WIRE_VERSION
 from noloco_node.run.config import RunConfig
 from noloco_node.run.fields import converted, fields_of, is_section, refuse, short, toml_table
 from noloco_node.run.validation import problems
 
-RUN_TEXT_BYTES = 256 * 1024
-"""Longest run file, in bytes; peers serve each other its text."""
+RUN_TEXT_BYTES = 256 * 1024  # longest run file, in bytes; peers serve each other its text
 
 
 def load_run(path: str | Path) -> RunConfig:
@@ -37,16 +36,11 @@ def load_run(path: str | Path) -> RunConfig:
 
 def read_run_text(path: str | Path) -> str:
     """Return the text of a run file, the form in which peers serve it; raise `UserError` if it cannot be read."""
+    hint = "check the path; `noloco-node init` writes a run file"
+    with os_errors_as(config_error, f"The run file {path} cannot be read.", hint), open(path, "rb") as file:
+        raw = file.read(RUN_TEXT_BYTES + 1)
     try:
-        with open(path, "rb") as file:
-            raw = file.read(RUN_TEXT_BYTES + 1)
         return raw.decode("utf-8-sig") if len(raw) <= RUN_TEXT_BYTES else _too_long(str(path))
-    except OSError as error:
-        raise config_error(
-            f"The run file {path} cannot be read.",
-            error.strerror or str(error),
-            "check the path; `noloco-node init` writes a run file",
-        ) from error
     except UnicodeDecodeError as error:
         raise config_error(f"The run file {path} is not text.", str(error), "save it as UTF-8") from error
 
@@ -119,16 +113,12 @@ def _hash_of_directory(directory: str) -> str:
     """Hash names and bytes of all files below `directory`, hidden ones left out (caches of downloaders differ)."""
     root = Path(directory).expanduser()
     total = hashlib.sha256()
-    try:
+    with os_errors_as(config_error, f"data.tokenizer: {directory} cannot be read.", "check its permissions"):
         paths = {p.relative_to(root).as_posix(): p for p in root.rglob("*") if p.is_file()}
         for name in sorted(name for name in paths if not any(part.startswith(".") for part in name.split("/"))):
             with paths[name].open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             total.update(json.dumps([name, digest]).encode() + b"\n")
-    except OSError as error:
-        raise config_error(
-            f"data.tokenizer: {directory} cannot be read.", str(error), "check its permissions"
-        ) from error
     if not paths:
         raise config_error(
             f"data.tokenizer: there is no directory {directory!r} with files in it.",

@@ -37,18 +37,14 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _WEIGHT_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors")
 _TOKENIZER_FILE = re.compile("|".join(map(re.escape, TOKENIZER_FILES)))
 _AS_INIT_WRITES = "as `noloco_node.init` writes it"
-_MOST_PARAMETERS = 4096
-"""Of a foreign module: one entry of the run file each."""
+_MOST_PARAMETERS = 4096  # of a foreign module: one entry of the run file each
 _LAYER = re.compile(r"[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64}){0,7}")
 _AS_WRITTEN = "as `noloco-node init --from DIR` writes them"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
-MOST_TARGETS = 64
-"""Of adapters: each is compared with the name of every layer."""
-MOST_SOURCES = 64
-"""Of a mixture: each is opened, and keeps a chunk of its rows in memory."""
-_WIDTHS = ("hidden_size", "n_embd", "d_model")
-"""Names that families have for the width of their activations."""
+MOST_TARGETS = 64  # of adapters: each is compared with the name of every layer
+MOST_SOURCES = 64  # of a mixture: each is opened, and keeps a chunk of its rows in memory
+_WIDTHS = ("hidden_size", "n_embd", "d_model")  # names that families have for the width of their activations
 _LARGEST_SIZE = {
     "hidden_size": 65_536,
     "n_embd": 65_536,

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FACTOR = 2.0  # a norm may differ by this factor from the median
-LEAST_ALIKE = 0.1
-"""Cosine of two replicas. Honest ones have more."""
+LEAST_ALIKE = 0.1  # cosine of two replicas. Honest ones have more
 LEAST_REPLICAS = 3  # of fewer, none can be told from the others
 
 

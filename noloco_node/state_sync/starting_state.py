@@ -270,8 +270,7 @@ class StartingWeights:
         self._loss = StartingLoss(judges=starting_state.given, trial=self._trial)
         self.failed_snapshot: asyncio.Future[tuple[SnapshotTrial, float]] = asyncio.get_running_loop().create_future()
         """The snapshot that we began with, and what it loses: once that is far too much."""
-        self._disowned = False
-        """Whether our weights were disowned when the window began."""
+        self._disowned = False  # whether our weights were disowned when the window began
 
     @property
     def judged(self) -> bool:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from noloco_node.network.calls import patient
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema, Violation
-from noloco_node.storage.weight_store import FilePieceKey, WeightStore, is_held, refused_by_disk
+from noloco_node.storage.weight_store import FilePieceKey, WeightStore, disk_errors, is_held
 from noloco_node.tasks import loop_s
 from noloco_node.units import Count
 
@@ -174,10 +174,8 @@ class WeightDownload:
         missing = await self._job(self._store.missing, keys)
         if not missing:
             return True
-        try:
+        with disk_errors(self._store.directory):
             await self._job(self._store.check_room, len(missing))
-        except OSError as error:
-            raise refused_by_disk(self._store.directory, error) from error
         Random(self._network.peer_id).shuffle(missing)
         progress = _Progress(deque(missing), len(keys), self._tell)
         async with asyncio.TaskGroup() as group:
@@ -218,11 +216,10 @@ class WeightDownload:
 
     async def _keep(self, peer: str, keep: Callable[..., None], what: object, content: bytes) -> None:
         try:
-            await self._job(keep, what, content)
+            with disk_errors(self._store.directory):
+                await self._job(keep, what, content)
         except ValueError as lie:
             raise ConnectionAbortedError(f"{peer}: {lie}") from lie
-        except OSError as error:
-            raise refused_by_disk(self._store.directory, error) from error
 
 
 @dataclass(slots=True)

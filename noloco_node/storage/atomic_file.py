@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from noloco_node.errors import storage_error, usage_error
+from noloco_node.errors import os_errors_as, storage_error, usage_error
 from noloco_node.units import format_bytes
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 SPARE_BYTES = 16 * 2**20  # a file leaves at least so much of a disk free: other files on it grow too
 CHUNK_BYTES = 4 * 2**20
-AT_ONCE = 2**20
-"""Values of a tensor in one chunk: as much is copied at once where the tensor does not lie as written."""
+AT_ONCE = 2**20  # values of a tensor in one chunk: as much is copied at once where the tensor does not lie as written
 LARGEST_HEADER_BYTES = 100 * 2**20  # what the safetensors format allows
 _ABOUT, _SUM = "about", "sha256"
 _BLANK = "0" * 64
@@ -115,9 +114,7 @@ def _lock(aside: Path, directory: Path) -> int:
         except BlockingIOError:
             os.close(lock)
             raise usage_error(
-                f"Another process is writing {directory}.",
-                why=f"it holds {aside}",
-                hint="wait for it, or choose another path",
+                f"Another process is writing {directory}.", f"it holds {aside}", "wait for it, or choose another path"
             ) from None
         if _is_held(lock, aside):
             return lock
@@ -165,11 +162,9 @@ def flush(path: Path) -> None:
 
 def write_whole(path: Path, content: bytes, *, public: bool = False) -> None:
     """Do as `write` does; raise `UserError` (STORAGE) if the disk refuses."""
-    try:
+    hint = "free some space, or give another directory with --home"
+    with os_errors_as(storage_error, f"cannot write {path}", hint):
         write(path, content, public=public)
-    except OSError as error:
-        hint = "free some space, or give another directory with --home"
-        raise storage_error(f"cannot write {path}", error.strerror or str(error), hint) from error
 
 
 class TensorBytes(NamedTuple):

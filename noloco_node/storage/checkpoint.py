@@ -42,8 +42,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     meetings: Count = 0  # of the running momentum period
     last_met: Count | None = None
     """The round in which these weights last met another replica's, 0 if in none; None where it was not noted."""
-    slow_steps: Count | None = None
-    """The inner steps that the slow weights hold; None where it is not known."""
+    slow_steps: Count | None = None  # the inner steps that the slow weights hold; None where it is not known
     data_position: dict[str, Any] | None = None
     peer: str = ""  # the peer that has trained these weights
 
@@ -164,17 +163,12 @@ def counters_of(path: Path) -> Counters:
     return _about(path, Counters)
 
 
-def evaluated_counters_of(path: Path) -> EvaluatedCounters:
-    """Read the counters of weights that were evaluated; raise ValueError or `OSError`."""
-    return _about(path, EvaluatedCounters)
-
-
 def evaluated_in(directory: Path) -> dict[Path, EvaluatedCounters]:
     """Return the files of weights that were evaluated, with their counters; pass over what cannot be read."""
     found = {}
     for path in files(directory):
         with suppress(OSError, ValueError):
-            found[path] = evaluated_counters_of(path)
+            found[path] = _about(path, EvaluatedCounters)
     return found
 
 

@@ -24,8 +24,7 @@ from noloco_node.units import format_bytes
 
 KEPT = 2  # files of a stage that is served no more
 KEPT_SNAPSHOTS = 2  # of each stage
-SNAPSHOT_ROOM = 4
-"""A snapshot must find so many times its size free: the checkpoints of this node come first."""
+SNAPSHOT_ROOM = 4  # a snapshot must find so many times its size free: the checkpoints of this node come first
 P = ParamSpec("P")
 R = TypeVar("R")
 SHARE = 0.05  # of the time at most is spent on writing

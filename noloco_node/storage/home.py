@@ -10,7 +10,6 @@ process it is. The lock file is never removed: two processes could each lock the
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
@@ -18,14 +17,14 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, Self
 
 import msgspec
 
-from noloco_node.errors import Exit, UserError, reason_of, storage_error
+from noloco_node.errors import Exit, UserError, os_errors_as, storage_error
 from noloco_node.storage import atomic_file
 from noloco_node.storage.checkpoint import counters_of, files, following
 
@@ -67,11 +66,9 @@ class RunPaths:
     def keep_run_file(self, text: str) -> None:
         """Write the run file as it was fetched, unless it is there; raise `UserError` (STORAGE) if the disk refuses."""
         content = text.encode()
-        try:
+        with disk_errors(self.path):
             if not (self.run_file.is_file() and self.run_file.read_bytes() == content):
                 atomic_file.write(self.run_file, content)
-        except OSError as error:
-            raise unusable(self.path, error) from error
 
     def other_runs(self) -> OtherRuns:
         others = [path for path in self.path.parent.glob("*") if path != self.path]
@@ -122,7 +119,7 @@ class HomePaths(RunPaths):
         """
         paths = self.run(run_id)
         shared = (self.checkpoint, self.snapshots, self.partial_download, self.weights, self.tokenizer)
-        try:
+        with disk_errors(self.path):
             atomic_file.make_directory(paths.path, mode=0o700)
             for old, new in _misplaced(self):
                 if new.exists():
@@ -134,8 +131,6 @@ class HomePaths(RunPaths):
             for left in (*self.snapshots.glob("*"), *shared):
                 with suppress(OSError):  # it is not there, or still holds something else
                     left.rmdir()
-        except OSError as error:
-            raise unusable(self.path, error) from error
         return paths
 
 
@@ -153,18 +148,18 @@ class Home(HomePaths):
         Raises `UserError`: HOME_IN_USE if another node holds it, STORAGE if it cannot be written.
         """
         path = path.expanduser().absolute()
-        lock = -1
-        try:
+        with disk_errors(path):
             atomic_file.make_directory(path, mode=0o700)
             _close_to_others(path)
             lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _sign(lock)
-        except OSError as error:
-            refusal = _in_use(path) if error.errno == errno.EWOULDBLOCK else unusable(path, error)
-            if lock >= 0:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _sign(lock)
+            except OSError as error:
                 os.close(lock)
-            raise refusal from error
+                if isinstance(error, BlockingIOError):
+                    raise _in_use(path) from error
+                raise
         return cls(path, lock)
 
     def close(self) -> None:
@@ -229,9 +224,10 @@ def _in_use(path: Path) -> UserError:
     )
 
 
-def unusable(path: Path, error: OSError) -> UserError:
+def disk_errors(path: Path) -> AbstractContextManager[None]:
+    """Raise an `OSError` of the body as a `UserError` (STORAGE) that names the home."""
     hint = "free some space, repair its permissions, or give another directory with --home"
-    return storage_error(f"cannot use the home {path}", reason_of(error), hint)
+    return os_errors_as(storage_error, f"cannot use the home {path}", hint)
 
 
 def _misplaced(home: HomePaths) -> Iterator[tuple[Path, Path]]:

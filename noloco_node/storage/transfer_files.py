@@ -38,8 +38,7 @@ class StateFile:
         self.counters = replace(state, slow=(), momentum=(), optimiser=(), gathered=())
         self.sections = held_sections(state)
         self._norm = norm(state.slow)
-        self._starts: dict[Section, list[int]] = {}
-        """Where each tensor begins in the file, and where a section ends."""
+        self._starts: dict[Section, list[int]] = {}  # where each tensor begins in the file, and where a section ends
         end = 0
         for section in self.sections:
             sizes = (bytes_of(tensor).size_bytes for tensor in tensors_of(state, section))

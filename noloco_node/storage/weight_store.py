@@ -11,12 +11,13 @@ import errno
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import msgspec
 
-from noloco_node.errors import UserError, config_error, reason_of, storage_error
+from noloco_node.errors import UserError, config_error, os_errors_as, reason_of, storage_error
 from noloco_node.storage.atomic_file import LARGEST_HEADER_BYTES, require_room, tensor_ranges, write, write_all
 from noloco_node.units import format_bytes
 
@@ -164,13 +165,11 @@ class WeightStore:
 
     def copy_to(self, other: WeightStore) -> None:
         """Copy all pieces into another store of the same files; raise `UserError` if the disk refuses."""
-        try:
+        with disk_errors(other.directory):
             for number in range(len(self.files)):
                 other.learn(number, self._digests[number])
             for key in other.missing(self.all_pieces()):
                 other.write(key, self.read(key) or b"")
-        except OSError as error:
-            raise refused_by_disk(other.directory, error) from error
 
     def first_pieces(self) -> list[FilePieceKey]:
         """Return the first piece of each file, in which its header begins."""
@@ -246,6 +245,7 @@ def _not_these(
     return config_error(f"The files in {directory} are not those that the run starts from.", why, hint)
 
 
-def refused_by_disk(directory: Path, error: OSError) -> UserError:
+def disk_errors(directory: Path) -> AbstractContextManager[None]:
+    """Raise an `OSError` of the body as a `UserError` (STORAGE) that names the directory."""
     what = f"The files that the run starts from cannot be kept in {directory}."
-    return storage_error(what, reason_of(error), "free some space, or give another directory with --home")
+    return os_errors_as(storage_error, what, "free some space, or give another directory with --home")

@@ -36,15 +36,11 @@ FILES = {
     "page.css": ("page.css", "text/css"),
     "page.js": ("page.js", "text/javascript"),
 }
-LEAST_PAUSE_S = 0.25
-"""Between two frames to one reader."""
+LEAST_PAUSE_S = 0.25  # between two frames to one reader
 SIGN_OF_LIFE_S = 10.0
-WRITE_S = 30.0
-"""A reader that takes nothing for so long is let go."""
-REQUEST_S = 5.0
-"""The longest time for a request to arrive, and for its answer to leave, but for the stream of frames."""
-MOST_READERS = 32
-"""Of the page's frames, at once."""
+WRITE_S = 30.0  # a reader that takes nothing for so long is let go
+REQUEST_S = 5.0  # the longest time for a request to arrive, and for its answer to leave, but for the stream of frames
+MOST_READERS = 32  # of the page's frames, at once
 MOST_KEYS = 64
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "

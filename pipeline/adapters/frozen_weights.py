@@ -23,11 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 Form = Literal["float32", "bfloat16", "int8", "nf4"]
-PLAIN = ("float32", "bfloat16")
-"""Forms that are no codes."""
+PLAIN = ("float32", "bfloat16")  # forms that are no codes
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "nf4": torch.uint8}
-NF4_BLOCK = 64
-"""Values that share a scale."""
+NF4_BLOCK = 64  # values that share a scale
 # fmt: off
 _QUANTILES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -53,8 +51,7 @@ class FrozenLinear(nn.Module):
         super().__init__()
         weight, bias = whole.weight, whole.bias
         assert isinstance(weight, Tensor)
-        self.turned = not isinstance(whole, nn.Linear)
-        """Whether a checkpoint has the weight as [inputs, outputs]."""
+        self.turned = not isinstance(whole, nn.Linear)  # whether a checkpoint has the weight as [inputs, outputs]
         self.out_features, self.in_features = reversed(weight.shape) if self.turned else weight.shape
         self.form, rows, columns = form, self.out_features, self.in_features
         blocks = -(-rows * columns // NF4_BLOCK)

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from pipeline.adapters.frozen_weights import PLAIN, Form, FrozenLinear, as_multiplied, freeze, is_linear
 
-ALL_LINEAR = "all-linear"
-"""The target that is every linear layer of the decoder's layers."""
+ALL_LINEAR = "all-linear"  # the target that is every linear layer of the decoder's layers
 _A, _B = "lora_A", "lora_B"
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 
 FIRST, LARGEST = 2.0**16, 2.0**24
-CALM_WINDOWS = 500
-"""After so many windows the factor doubles: at most one window of them is lost by it."""
+CALM_WINDOWS = 500  # after so many windows the factor doubles: at most one window of them is lost by it
 
 
 class LossScale:

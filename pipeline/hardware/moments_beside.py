@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 _PLACES = 3
-_TOGETHER = 2**28
-"""Bytes of pinned memory that moments share, at most, where none is larger."""
-_ALIGNED = 256
-"""Bytes, of which each moment begins at a multiple."""
+_TOGETHER = 2**28  # bytes of pinned memory that moments share, at most, where none is larger
+_ALIGNED = 256  # bytes, of which each moment begins at a multiple
 
 
 class Codes(NamedTuple):

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_DROPPED, _BELOW = 8, 8
-"""Bits of a float32 that are rounded away, and those of a remainder."""
+_DROPPED, _BELOW = 8, 8  # bits of a float32 that are rounded away, and those of a remainder
 LARGEST = torch.tensor(0x7F7F7F00, dtype=torch.int32).view(torch.float32).item()
 """The largest magnitude, 3.39e38: its upper half is bfloat16's largest number. What is beyond becomes this."""
 

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PART = 2**21
-"""The most values of a part."""
+PART = 2**21  # the most values of a part
 _PLACES = 2
 
 

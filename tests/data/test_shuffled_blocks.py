@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from random import Random
 from unittest.mock import patch
 
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noloco_node.data.blocks import ShuffledBlocks, open_blocks
+from noloco_node.data.blocks import CHUNK_PARTS, ShuffledBlocks, open_blocks
 from noloco_node.run.config import DataConfig
 
 
@@ -45,6 +46,41 @@ def test_resumption_is_exact_anywhere(texts: DataConfig, before: int, batch: int
     assert again.restore(first.position())
     for _ in range(5):
         assert torch.equal(first.next_batch(batch), again.next_batch(batch))
+
+
+@settings(max_examples=30)
+@given(
+    size=st.integers(20, 3000),
+    chunk=st.integers(1, 400),
+    batch=st.integers(1, 7),
+    before=st.integers(0, 60),
+)
+def test_a_chunk_ends_with_the_second_pass_over_a_short_text(
+    tmp_path_factory: pytest.TempPathFactory, size: int, chunk: int, batch: int, before: int
+) -> None:
+    """However short the text: a first batch reads little more than two passes, and resumption is exact."""
+    path = tmp_path_factory.mktemp("short") / "text.txt"
+    path.write_text(("".join(map(str, range(size))))[:size])
+    data = DataConfig(source="text", path=str(path), validation_percent=0.0)
+    first, whole, part = opened(data, chunk), -(-size // 16), max(1, chunk // CHUNK_PARTS)
+    with patch.object(first._blocks, "next_batch", wraps=first._blocks.next_batch) as read:
+        first.next_batch(1)
+        assert sum(call.args[0] for call in read.call_args_list) <= min(chunk, 2 * whole + part + 1) + 2
+    for _ in range(before):
+        first.next_batch(batch)
+    again = opened(data, chunk)
+    assert again.restore(first.position())
+    for _ in range(20):
+        assert torch.equal(first.next_batch(batch), again.next_batch(batch))
+
+
+def test_a_place_in_a_chunk_that_was_longer_goes_on_with_the_next_one(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a short text\n" * 5)
+    data = DataConfig(source="text", path=str(tmp_path), validation_percent=0.0)
+    blocks = opened(data, 200)
+    assert blocks.restore({**blocks.position(), "number": 3, "dealt": 150})
+    assert len(blocks.next_batch(2)) == 2
+    assert blocks.position()["number"] == 4
 
 
 @given(batch=st.integers(1, 5))

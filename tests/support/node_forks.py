@@ -7,6 +7,7 @@ who tests how a command starts, starts it as a person does.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -109,6 +110,8 @@ class NodeForks:
             start_new_session=True,
             env={**os.environ, **environment},
         )
+        # Python would otherwise warn at its end of a process that still runs.
+        atexit.register(self._process.__exit__, None, None, None)
 
     def start(self, request: Request) -> ForkedProcess:
         assert self._process.stdin is not None

@@ -39,7 +39,6 @@ FIELDS = {
     "inner_steps_per_round": "10",
     "late_inner_steps_per_round": "10",
     "overlap_steps": "4",
-    "shuffle": "false",  # to mix a text as short as this one, a node reads it again and again
 }
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from gossip.settings import Format, OuterConfig
-from noloco_node.data.blocks import SMALLEST_PIECE_BYTES, Blocks, BlockSource, open_blocks, shuffled
+from noloco_node.data.blocks import SMALLEST_PIECE_BYTES, Blocks, MixedBlocks, open_blocks, shuffled
 from noloco_node.data.encoding import open_encoder
 from noloco_node.data.file_documents import FileDocuments, ReadingOrder, TextRange, pieces_of, stdlib_files
 from noloco_node.data.held_out_text import HeldOutText, text_loss
@@ -174,7 +174,7 @@ class Text:
         length = run.pipeline.sequence_length
         if shards > 1:
             documents = FileDocuments(shard(number, shards), ReadingOrder("train", run.seed, peer, True), 2.0)
-            blocks: BlockSource = Blocks(documents, open_encoder(run.data), length, f"shard {number}")
+            blocks: Blocks | MixedBlocks = Blocks(documents, open_encoder(run.data), length, f"shard {number}")
         else:
             blocks = open_blocks(run.data, length, run.seed, peer)
         self._blocks = shuffled(blocks, length, run.seed, peer)
