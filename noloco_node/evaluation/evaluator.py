@@ -137,6 +137,7 @@ class Evaluator:
         self._ours: int | None = None  # the evaluation that we have to make
         self._opening: asyncio.Task[_Material] | None = None
         self._under_way: asyncio.Task[None] | None = None  # our last evaluation beside the training
+        self._trouble = ""  # why the last evaluation was left out, if it was
         self._ended = False  # whether the training is over, so that an evaluation is not left for its end
 
     async def in_pause(self, round: int, step: int, progress: float) -> None:
@@ -207,7 +208,7 @@ class Evaluator:
             best=is_best,
             samples=samples,
         )
-        self.newest = event.evaluation
+        self.newest, self._trouble = event.evaluation, ""
         context.reporter.record(event)
         of = (", of the final weights" * self._ended) + (", a mean over chains of replicas" * context.routed)
         context.reporter.say(f"evaluation {number}{of}: {self.newest}" + ", the least so far" * is_best)
@@ -261,7 +262,9 @@ class Evaluator:
 
     def _leave_out(self, number: int | None, trouble: Exception) -> None:
         why = f"{trouble.what} {trouble.why}" if isinstance(trouble, UserError) else _said(trouble)
-        self._tell(f"evaluation {number} is left out: {why}")
+        if why != self._trouble:  # a text that is too short stays too short
+            self._tell(f"evaluation {number} is left out: {why}")
+        self._trouble = why
 
     async def _loss(self, text: HeldOutText) -> Loss | None:
         """Return the loss on the sample; None if the node leaves meanwhile."""
