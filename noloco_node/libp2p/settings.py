@@ -30,7 +30,6 @@ from noloco_node.storage import atomic_file
 
 EVERYWHERE = ("/ip4/0.0.0.0/tcp/0",)  # a free TCP port on all interfaces
 
-
 PROOF_BYTES = 32
 _TAG_BYTES = 16
 
