@@ -16,8 +16,8 @@ from a newcomer's record until a peer of the stage before has read it, and until
 peers sends one a second and draws from its bag (`pipeline.routing`); medians and the slowest of a hundred.
 
 `kb_per_s`: what a peer receives and sends for membership, and of that `read`, `search`, `write` and `look` (the stage
-that is not read otherwise, for a move): by the bytes of a record as production encodes it, and by what twelve daemons
-took.
+that is not read otherwise, for a move): by the bytes of records as production encodes and compresses them, and by what
+twelve daemons took.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from random import Random
 from statistics import fmean, median
 from typing import NamedTuple
 
+import msgspec
+
 from gossip.exchange.messages import Accept, Decline, DeclineReason, Propose
 from gossip.rounds.matching import (
     ASKED_AT_MOST,
@@ -45,6 +47,7 @@ from gossip.rounds.matching import (
 from gossip.settings import RoundTimeouts
 from noloco_node.libp2p.record_checks import SIGNATURE_BYTES
 from noloco_node.libp2p.record_holders import LONGEST_SEARCH_S, MORE_EVERY, SEARCH_PAUSES, SEARCH_S, SEARCHED, WRITTEN
+from noloco_node.libp2p.short_answers import NAME_BYTES, shortened
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.membership import READ_OTHERS_S, READ_S, SAMPLE_RENEWALS
 from noloco_node.swarm.roster import Given, PeerRecord, brief
@@ -69,9 +72,9 @@ STAGES, SYBILS, ROUND_S = 4, 0.1, 60.0
 ANSWER_S, MEETING_S, WARM_S = 0.2, 10.0, 300.0
 PATIENCE = RoundTimeouts()
 BELIEVED_S = SAMPLE_RENEWALS * RENEWED_S
-READ_KB, WRITTEN_KB, SEARCH_KB, ENTRY_BYTES = 1.7, 5.1, 17.9, 66
-"""Measured with twelve daemons: a reading of one holder without its records, a publication of a whole record, a search
-for holders, and what a signed record has around it in an answer.
+READ_KB, WRITTEN_KB, SEARCH_KB = 1.3, 4.25, 18.0
+"""Measured with twelve daemons: a reading of one holder without its records, a publication (4.1 of a brief record, of
+the eighth that is whole 5.1), and a search for holders.
 """
 ID = "12D3KooWQYV9dGMFoRzNStwpXztXaBUjtPqi6aU76ZgUriHhKust"
 USUAL = PeerRecord(
@@ -98,11 +101,41 @@ USUAL = PeerRecord(
     hops=(("gUriHhKu", 120), ("abcdefgh", 99)),
     given=Given(10**9, 10**6, 10**11, 10**11, 10**8),
 )
-WHOLE_BYTES, BRIEF_BYTES = (
-    len(encode_record(Published(1_800_000_000_000, record, 1.8e9 + 0.4, math.ceil(BELIEVED_S), 3)))
-    for record in (USUAL, brief(USUAL))
-)
-RECORD_BYTES = BRIEF_BYTES + (WHOLE_BYTES - BRIEF_BYTES) // WHOLE_OF
+
+
+def record_bytes(count: int = 64) -> float:
+    """Return what one of so many records takes in an answer: signed, and compressed with the others."""
+    rng, now_s, entries = Random(0), 1.8e9, []
+
+    def peer_id() -> str:
+        return ID[:8] + "".join(rng.choices(ID[8:], k=44))
+
+    for number in range(count):
+        peer, at_s, factor = peer_id(), now_s - rng.uniform(0.0, RENEWED_S), rng.uniform(0.5, 2.0)
+        record = msgspec.structs.replace(
+            USUAL,
+            peer=peer,
+            claimed_at=now_s - 1e5 * factor,
+            inner_steps=int(USUAL.inner_steps * factor),
+            progress=USUAL.progress + rng.uniform(-0.01, 0.01),
+            samples=int(USUAL.samples * factor),
+            device_s=USUAL.device_s / factor,
+            tokens_per_s=USUAL.tokens_per_s * factor,
+            loss=3.2 + rng.gauss(0.0, 0.05),
+            partner=peer_id(),
+            addresses=(f"/ip4/{rng.randrange(256)}.{rng.randrange(256)}.{rng.randrange(256)}.9/tcp/31337/p2p/{peer}",),
+            name=f"gpu-{peer[-4:]}",
+            hops=((peer_id()[-8:], 120), (peer_id()[-8:], 99)),
+        )
+        shown = record if number % WHOLE_OF == 0 else brief(record)
+        raw = encode_record(Published(int(1000 * at_s), shown, round(at_s), math.ceil(BELIEVED_S), 3))
+        signed = msgspec.msgpack.encode(rng.randbytes(SIGNATURE_BYTES) + raw)
+        entries.append((peer, signed, at_s + BELIEVED_S + CLOCK_ERROR_S))
+    dictionary = msgspec.msgpack.Ext(80, msgspec.msgpack.encode((2**31, now_s, entries)))
+    return len(shortened(msgspec.msgpack.encode(dictionary), b"", b"")) / count
+
+
+RECORD_BYTES = record_bytes()
 
 
 @dataclass(eq=False)
@@ -160,7 +193,7 @@ class Stage:
     def __init__(self, replicas: int, churn: float, seed: int) -> None:
         self.rng, self.churn = Random(f"{replicas}|{churn}|{seed}"), churn
         self.seed, self.now_s, self.depth = seed, 0.0, 0
-        self.pause_s, self.others_pause_s = pause_s(churn, READ_S), pause_s(churn, READ_OTHERS_S)
+        self.pause_s = pause_s(churn, READ_S)
         self.peers: dict[str, Peer] = {}
         self.shards: defaultdict[Shard, list[Peer]] = defaultdict(list)
         self.events: list[tuple[float, int, str, Peer]] = []
@@ -322,14 +355,12 @@ class Stage:
         read = search = write = look = 0.0
         pace = StagePace.of(READ_S)
         for peer in peers:
-            # The first reading asks all holders that a search finds, every twelfth the usual ones and one more.
-            for stage, every_s in enumerate((self.others_pause_s, self.pause_s, self.pause_s)):
-                asked = 1.0 + (SEARCHED - 1.0) * every_s / FOLLOWED_S + WRITTEN / MORE_EVERY
+            for stage, every_s in enumerate((READ_OTHERS_S, self.pause_s, self.pause_s)):
                 for shard in followed(peer.name, stage, self.depth, self.now_s):
-                    read += asked * self._answer_kb(shard) / every_s
+                    read += self._reading_kb(shard, every_s) / every_s
                     search += SEARCH_KB / self._search_s(every_s)
             for shard in followed(peer.name, STAGES - 1, self.depth, self.now_s):
-                look += self._answer_kb(shard) / pace.look_s + SEARCH_KB / self._search_s(pace.look_s)
+                look += self._reading_kb(shard, pace.look_s) / pace.look_s + SEARCH_KB / self._search_s(pace.look_s)
             keys = len(written(peer.name, self.depth))
             write += WRITTEN_KB * keys / RENEWED_S
             search += SEARCH_KB * keys / self._search_s(RENEWED_S)
@@ -342,8 +373,16 @@ class Stage:
         dies = self.churn / 6000.0 * WRITTEN * calm_s > 1.0
         return every_s * math.ceil((SEARCH_S if dies else calm_s) / every_s)
 
-    def _answer_kb(self, shard: Shard) -> float:
-        return READ_KB + (ENTRY_BYTES + SIGNATURE_BYTES + RECORD_BYTES) / 1000 * len(self.shards[shard])
+    def _reading_kb(self, shard: Shard, every_s: float) -> float:
+        """Return what a reading costs: records travel once, as far as they are new; each holder asked is named all.
+
+        The first reading asks all holders that a search finds, every twelfth the usual ones and one more.
+        """
+        there, first = self.shards[shard], every_s / FOLLOWED_S
+        asked = 1.0 + (SEARCHED - 1.0) * first + WRITTEN / MORE_EVERY
+        new = sum(peer.written_s(self.now_s) > self.now_s - every_s for peer in there)
+        travel = new + first * (len(there) - new)
+        return asked * (READ_KB + NAME_BYTES / 1000 * len(there)) + RECORD_BYTES / 1000 * travel
 
 
 def pause_s(churn: float, most_s: float) -> float:
@@ -395,7 +434,7 @@ def main() -> None:
                 name: [round(getattr(each, name), 4) for each in found] if options.json else values(found, name)
                 for name in Found._fields
             }
-            facts = {"peers": peers, "churn": churn, "record_bytes": RECORD_BYTES} | figures
+            facts = {"peers": peers, "churn": churn, "record_bytes": round(RECORD_BYTES)} | figures
             print(json.dumps(facts) if options.json else "  ".join(f"{k} {v}" for k, v in facts.items()), flush=True)
 
 

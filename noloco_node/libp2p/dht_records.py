@@ -41,8 +41,9 @@ from noloco_node.libp2p.record_checks import (
     place_of,
     read_signer,
 )
-from noloco_node.libp2p.record_holders import SEARCHED, SILENT_S, Holders, Version
+from noloco_node.libp2p.record_holders import SEARCHED, SILENT_S, Holders
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret
+from noloco_node.libp2p.short_answers import Version
 from noloco_node.tasks import loop_s
 
 _ANSWER_S = 5.0  # a node of the DHT has so long to answer one question
@@ -148,19 +149,21 @@ class DhtRecords:
 
     async def _find(self, place: bytes) -> dict[str, Version]:
         holders = await self._searched(place)
-        found: dict[str, Version] = {}
+        known, found = holders.versions(time.time()), dict[str, Version]()
         answers: dict[PeerId, dict[str, Version]] = {}
         wrote: dict[PeerId, float] = {}
         for number, group in enumerate(holders.next_reading(loop_s())):
             wrote |= {peer: holders.written(peer) for peer in group}
-            for peer, answer in zip(group, await self._ask(group, place), strict=True):
-                if answer is None:
-                    holders.doubt(peer, loop_s(), SILENT_S)
-                    continue
-                answers[peer] = answer
-                for subkey, version in answer.items():
-                    if subkey not in found or version.expiry > found[subkey].expiry:
-                        found[subkey] = version
+            # One first: the others leave out what it has told.
+            for asked in (group,) if answers else (group[:1], group[1:]):
+                for peer, answer in zip(asked, await self._ask(asked, place, known | found), strict=True):
+                    if answer is None:
+                        holders.doubt(peer, loop_s(), SILENT_S)
+                        continue
+                    answers[peer] = answer
+                    for subkey, version in answer.items():
+                        if subkey not in found or version.expiry > found[subkey].expiry:
+                            found[subkey] = version
             lacks = not answers or holders.lacks(found, time.time())
             if not lacks and (number or not holders.is_stale(found, loop_s(), time.time())):
                 break
@@ -173,9 +176,11 @@ class DhtRecords:
         holders.note_found(found, loop_s())
         return found
 
-    async def _ask(self, peers: Sequence[PeerId], place: bytes) -> list[dict[str, Version] | None]:
-        """Return what each of these nodes holds of a place; None where one does not answer."""
-        found = await asyncio.gather(*(self._joined().find(peer, place) for peer in peers))
+    async def _ask(
+        self, peers: Sequence[PeerId], place: bytes, known: Mapping[str, Version]
+    ) -> list[dict[str, Version] | None]:
+        """Return what each of these nodes holds of a place; None where one does not answer. `known`: as for `find`."""
+        found = await asyncio.gather(*(self._joined().find(peer, place, known) for peer in peers))
         return [
             None if entries is None else {k: Version(each.expiration_time, each.value) for k, each in entries.items()}
             for entries in found

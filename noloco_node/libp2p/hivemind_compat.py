@@ -29,12 +29,14 @@ import types
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.ticket import Right
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.node_search import NodeSearch
+from noloco_node.libp2p.short_answers import Version, names, restored, shortened
 
 _LOADING = threading.Lock()  # a program may start two peers, each in a thread of its own
 _MOST_GHOSTS = 64
@@ -300,13 +302,22 @@ class DhtNode:
             self._admission is not None and bool(self._admission.known_refusal(peer.to_base58()))
         )
 
-    async def find(self, peer: PeerId, place: bytes) -> dict[str, DhtEntry] | None:
-        """Return the records of a place that one peer holds, by subkey, as far as we believe it; None: no answer."""
+    async def find(
+        self, peer: PeerId, place: bytes, known: Mapping[str, Version] = MappingProxyType({})
+    ) -> dict[str, DhtEntry] | None:
+        """Return the records of a place that one peer holds, by subkey, as far as we believe it; None: no answer.
+
+        `known`: versions that we have; what the peer holds of them does not travel.
+        """
         query = type(self._node.node_id).from_bytes(place)
         if peer == self._node.peer_id:
             held = self.storage.get(query)
         else:
-            answer = await self._ask(peer, query)
+            before = _KNOWN.set(known)
+            try:
+                answer = await self._ask(peer, query)
+            finally:
+                _KNOWN.reset(before)
             if answer is None:
                 return None
             held, _ = answer
@@ -330,6 +341,9 @@ class DhtNode:
 
 CALLER: ContextVar[str] = ContextVar("caller", default="")
 """The peer whose request is being answered; empty where we act by ourselves."""
+
+_KNOWN: ContextVar[Mapping[str, Version]] = ContextVar("known", default=MappingProxyType({}))
+"""The versions of records that we have while we ask for others."""
 
 
 def _name_callers(client: Any) -> None:
@@ -364,6 +378,9 @@ class _Authorizer:
 
     async def sign_request(self, request: Any, service_public_key: object) -> None:
         request.auth.nonce = os.urandom(16)
+        if _is_find(request):
+            # hivemind has this field for encryption, which the daemon does.
+            request.auth.service_public_key = names(_KNOWN.get(), request.auth.nonce)
         request.auth.signature = self._code_of(request)
         if self._admission is not None and self._admission.own is not None:
             request.auth.client_access_token.signature = self._admission.own.raw
@@ -380,10 +397,19 @@ class _Authorizer:
         needed = {"PingRequest": Right(0), "FindRequest": Right.LOOK, "StoreRequest": Right.TRAIN}
         return needed[type(request).__name__] in rights
 
-    async def sign_response(self, response: object, request: object) -> None:
-        pass
+    async def sign_response(self, response: Any, request: Any) -> None:
+        """Make an answer with records short; it names no neighbours then, which the reader has searched before."""
+        for result in response.results if _is_find(request) else ():
+            if result.value:
+                result.value = shortened(result.value, request.auth.nonce, request.auth.service_public_key)
+                result.ClearField("nearest_node_ids")
+                result.ClearField("nearest_peer_ids")
 
-    async def validate_response(self, response: object, request: object) -> bool:
+    async def validate_response(self, response: Any, request: Any) -> bool:
+        """Restore a short answer. hivemind takes an error for a missing answer."""
+        for result in response.results if _is_find(request) else ():
+            if result.value:
+                result.value = restored(result.value, _KNOWN.get())
         return True
 
     def _code_of(self, request: Any) -> bytes:
@@ -392,6 +418,10 @@ class _Authorizer:
         bare.ClearField("auth")
         name = type(request).__name__.encode()
         return self._code("dht", name, request.auth.nonce, bare.SerializeToString(deterministic=True))
+
+
+def _is_find(request: Any) -> bool:
+    return type(request).__name__ == "FindRequest"
 
 
 def forget_ghosts(entries: Any) -> None:

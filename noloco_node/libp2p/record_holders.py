@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from noloco_node.libp2p.hivemind_compat import PeerId
+from noloco_node.libp2p.short_answers import Version
 
 WRITTEN, SEARCHED = 3, 12
 """Nodes that a record is stored with, with which readings take turns, and nodes that a search finds."""
@@ -34,19 +35,10 @@ version elsewhere.
 MARGIN_S = 60.0  # a record that expires within this time may be gone by another node's clock
 
 
-class Version(NamedTuple):
-    """One version of a record. `expiry`: Unix seconds; `packed`: the value as hivemind packs it."""
-
-    expiry: float
-    packed: bytes
-
-
 class _Known(NamedTuple):
-    """The expiry of the newest version that we know, when we first saw it (loop seconds), and how long after the one
-    before it.
-    """
+    """The newest version that we know, when we first saw it (loop seconds), and how long after the one before it."""
 
-    expiry: float
+    version: Version
     since_s: float
     period_s: float = 0.0
 
@@ -132,6 +124,10 @@ class Holders:
         others = _turned(others[::-1], often - 1)
         return [[*written, *others[:1]], others[1:]]
 
+    def versions(self, unix_s: float) -> dict[str, Version]:
+        """Return the versions that the last reading found and that may still be there, by subkey."""
+        return {subkey: each.version for subkey, each in self.known.items() if each.version.expiry > unix_s}
+
     def lacks(self, found: Mapping[str, Version], unix_s: float) -> bool:
         """Say whether records are missing that must still be there."""
         return any(subkey not in found for subkey in self._living(unix_s))
@@ -147,7 +143,7 @@ class Holders:
             subkey
             for subkey, known in living.items()
             if now_s - known.since_s > max(STALE_S, STALE_PERIODS * known.period_s)
-            and (subkey not in found or found[subkey].expiry <= known.expiry)
+            and (subkey not in found or found[subkey].expiry <= known.version.expiry)
         ]
         return 2 * len(stale) > len(living)
 
@@ -174,14 +170,14 @@ class Holders:
         for subkey, version in found.items():
             known = before.get(subkey)
             if known is None:
-                self.known[subkey] = _Known(version.expiry, now_s)
-            elif version.expiry > known.expiry:
-                self.known[subkey] = _Known(version.expiry, now_s, now_s - known.since_s)
+                self.known[subkey] = _Known(version, now_s)
+            elif version.expiry > known.version.expiry:
+                self.known[subkey] = _Known(version, now_s, now_s - known.since_s)
             else:
                 self.known[subkey] = known
 
     def _living(self, unix_s: float) -> dict[str, _Known]:
-        return {subkey: known for subkey, known in self.known.items() if known.expiry > unix_s + MARGIN_S}
+        return {subkey: known for subkey, known in self.known.items() if known.version.expiry > unix_s + MARGIN_S}
 
 
 def _turned(peers: list[PeerId], by: int) -> list[PeerId]:

@@ -344,8 +344,11 @@ class Membership:
         finished = sum(record.state is PeerState.FINISHED for record in believed.values())
         is_enough = len(believed) >= LEAST_IN_SHARD and finished < ENDING * len(believed)
         most_s = VISITOR_READ_S
-        if self._own is not None:
-            most_s = READ_S if stage - self._own.stage in (0, 1) else READ_OTHERS_S
+        if self._own is not None and stage - self._own.stage in (0, 1):
+            most_s = READ_S
+        elif self._own is not None:
+            # Nobody there is called, so it does not matter who is gone.
+            most_s, gone = READ_OTHERS_S, 0.0
         self._rhythms[stage].note(shards, now_s, steady=steady and is_enough, gone=gone, most_s=most_s)
 
     async def run(self) -> NoReturn:
@@ -392,7 +395,9 @@ class Membership:
             # A whole number takes one byte instead of nine.
             lifetime_s = math.ceil(max(lifetime_s, LONGEST_LIFETIME_S if ends else SAMPLE_RENEWALS * RENEWED_S))
             named = brief(named) if is_brief(self.me) else named
-        raw = encode_record(Published(self._serial, named, unix_s, lifetime_s, depth))
+        # Nobody needs the moment to a fraction of a second where records come once a minute.
+        at = round(unix_s) if is_sampled else unix_s
+        raw = encode_record(Published(self._serial, named, at, lifetime_s, depth))
         # Never shorter than before: of two records the DHT keeps the one that expires later.
         behind_s = max(0.0, -(self.skew_s or 0.0))
         kept_s = self._kept_s = min(max(self._kept_s, lifetime_s + CLOCK_ERROR_S + behind_s), LONGEST_IN_DHT_S)

@@ -74,7 +74,7 @@ class Node:
     async def nearest(self, place: bytes, most: int) -> tuple[str, ...]:
         return tuple(self.dht.nearest(place, most))
 
-    async def find(self, peer: str, place: bytes) -> dict[str, SimpleNamespace] | None:
+    async def find(self, peer: str, place: bytes, known: object) -> dict[str, SimpleNamespace] | None:
         self.dht.asked[self.me] += 1
         if peer in self.dht.dead:
             await asyncio.sleep(ANSWER_S)

@@ -29,7 +29,7 @@ from noloco_node.sim.network.link_model import Latency, NetworkConditions
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm.membership import READ_S, Membership, roster_of, sampled
 from noloco_node.swarm.receipts import IssuedReceipts, ReceiptLedger, RunProgress
-from noloco_node.swarm.roster import Given, PeerRecord, Roster, brief
+from noloco_node.swarm.roster import NUMBER_BITS, Given, PeerRecord, Roster, brief
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.swarm.run_samples import MOST_PACE, NEARLY_OVER, RunSamples, SampledWork, believed_samples
 from noloco_node.swarm.shards import DEEPEST, FOLLOWED, MOST_IN_SHARD, RENEWED_S, StageSize, written
@@ -207,14 +207,32 @@ def test_a_record_of_a_small_stage_has_the_bytes_that_it_always_had(serial: int,
 
 
 NAME = "12D3KooWQYV9dGMFoRzNStwpXztXaBUjtPqi6aU76ZgUriHhKust"
-READ_BY_DECISIONS = ("peer", "stage", "state", "claimed_at", "round", "inner_steps", "progress", "samples", "device_s")
+ROUNDED = ("progress", "device_s", "tokens_per_s", "loss")
+AMOUNTS = st.floats(0.0, 1e9)
 
 
-@given(st.builds(PeerRecord, peer=st.just(NAME), state=st.sampled_from(PeerState), stage=st.integers(0, 99)))
+@given(
+    st.builds(
+        PeerRecord,
+        peer=st.just(NAME),
+        state=st.sampled_from(PeerState),
+        stage=st.integers(0, 99),
+        claimed_at=st.floats(0.0, 4e9),
+        round=st.integers(0, 2**32),
+        progress=st.floats(0.0, 1.0),
+        device_s=AMOUNTS,
+        tokens_per_s=AMOUNTS,
+        loss=st.none() | AMOUNTS,
+    )
+)
 def test_a_brief_record_has_what_decisions_read(whole: PeerRecord) -> None:
     short = brief(whole)
-    for name in (*READ_BY_DECISIONS, "tokens_per_s", "loss", "may_serve", "moves_to"):
+    for name in ("peer", "stage", "state", "round", "inner_steps", "samples", "may_serve", "moves_to"):
         assert getattr(short, name) == getattr(whole, name)
+    assert abs(short.claimed_at - whole.claimed_at) <= 0.5
+    assert (short.loss is None) == (whole.loss is None)
+    for name in ROUNDED:
+        assert (getattr(short, name) or 0.0) == pytest.approx(getattr(whole, name) or 0.0, rel=2.0**-NUMBER_BITS)
     assert brief(short) == short
     raw = encode_record(Published(1, short, 1e9, 120.0, 3))
     found = decode_record(raw, NAME, whole.stage)
