@@ -41,14 +41,8 @@ from noloco_node.libp2p.short_answers import Version, names, restored, shortened
 _LOADING = threading.Lock()  # a program may start two peers, each in a thread of its own
 _MOST_GHOSTS = 64
 _MOST_REFUSED = 1024
-<<<<<<< Updated upstream
 _SILENT_S = 15.0  # a peer that did not answer is left out for so long
-=======
-_SILENT_S = 15.0
-"""A peer that did not answer is left out for so long."""
-_PLACE_BYTES = 20
-"""Of a place in the DHT, and of the id of a node."""
->>>>>>> Stashed changes
+_PLACE_BYTES = 20  # of a place in the DHT, and of the id of a node
 _BUCKET = 8
 """Neighbours in a bucket of the routing table, and in an answer. hivemind's 20 make each answer 0.6 kB longer."""
 
