@@ -49,7 +49,7 @@ from noloco_node.libp2p.record_checks import SIGNATURE_BYTES
 from noloco_node.libp2p.record_holders import LONGEST_SEARCH_S, MORE_EVERY, SEARCH_PAUSES, SEARCH_S, SEARCHED, WRITTEN
 from noloco_node.libp2p.short_answers import NAME_BYTES, shortened
 from noloco_node.run.peer_state import PeerState
-from noloco_node.swarm.membership import READ_OTHERS_S, READ_S, SAMPLE_RENEWALS
+from noloco_node.swarm.membership import READ_NEXT_S, READ_OTHERS_S, READ_OWN_S, READ_S, SAMPLE_RENEWALS
 from noloco_node.swarm.roster import Given, PeerRecord, brief
 from noloco_node.swarm.shards import (
     FOLLOWED_S,
@@ -72,7 +72,7 @@ STAGES, SYBILS, ROUND_S = 4, 0.1, 60.0
 ANSWER_S, MEETING_S, WARM_S = 0.2, 10.0, 300.0
 PATIENCE = RoundTimeouts()
 BELIEVED_S = SAMPLE_RENEWALS * RENEWED_S
-READ_KB, WRITTEN_KB, SEARCH_KB = 1.3, 4.25, 18.0
+READ_KB, WRITTEN_KB, SEARCH_KB = 1.3, 4.25, 16.4
 """Measured with twelve daemons: a reading of one holder without its records, a publication (4.1 of a brief record, of
 the eighth that is whole 5.1), and a search for holders.
 """
@@ -193,7 +193,7 @@ class Stage:
     def __init__(self, replicas: int, churn: float, seed: int) -> None:
         self.rng, self.churn = Random(f"{replicas}|{churn}|{seed}"), churn
         self.seed, self.now_s, self.depth = seed, 0.0, 0
-        self.pause_s = pause_s(churn, READ_S)
+        self.pause_s, self.callers_pause_s = pause_s(churn, READ_OWN_S), pause_s(churn, READ_NEXT_S)
         self.peers: dict[str, Peer] = {}
         self.shards: defaultdict[Shard, list[Peer]] = defaultdict(list)
         self.events: list[tuple[float, int, str, Peer]] = []
@@ -335,7 +335,7 @@ class Stage:
             shards = followed(caller.name, 1, self.depth, self.now_s)
             if caller.sybil or not own.intersection(shards):
                 continue
-            reads_s = rng.uniform(0.0, self.pause_s)
+            reads_s = rng.uniform(0.0, self.callers_pause_s)
             knows = min(knows, reads_s)
             living = [Hop(peer.name) for shard in shards for peer in self.shards[shard] if peer.died_s > self.now_s]
             if reads_s < first and living:
@@ -355,7 +355,7 @@ class Stage:
         read = search = write = look = 0.0
         pace = StagePace.of(READ_S)
         for peer in peers:
-            for stage, every_s in enumerate((READ_OTHERS_S, self.pause_s, self.pause_s)):
+            for stage, every_s in enumerate((READ_OTHERS_S, self.pause_s, self.callers_pause_s)):
                 for shard in followed(peer.name, stage, self.depth, self.now_s):
                     read += self._reading_kb(shard, every_s) / every_s
                     search += SEARCH_KB / self._search_s(every_s)
