@@ -34,7 +34,7 @@ _LISTED = 1024
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return what requires a gradient, by name; `UserError` (CONFIG) if that is nothing, or of another format.
+    """Return what requires a gradient, by name; `UserError` (CONFIG) if that is nothing, empty, or of another format.
 
     A compiled module has the names of the one that it was made of.
     """
@@ -46,6 +46,12 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
             "module.requires_grad_(True), or the module that holds the adapters",
         )
     for name, each in found.items():
+        if nn.parameter.is_lazy(each) or each.is_meta:
+            raise config_error(
+                f"The parameter {name} has no values.",
+                "its module is lazy and has not computed yet, or it is on the meta device",
+                "let the module compute once, or load its weights, before this call",
+            )
         if each.dtype not in EXCHANGED:
             raise config_error(
                 f"The parameter {name} is {str(each.dtype).removeprefix('torch.')}.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from os import PathLike
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, NoReturn, Unpack
 
 from torch import Tensor, nn, optim
 
@@ -135,6 +135,13 @@ class GossipOptimizer(Leaves, optim.Optimizer):
         if name == "_inner":
             raise AttributeError(name)
         return getattr(self._inner, name)
+
+    def __getstate__(self) -> NoReturn:
+        raise usage_error(
+            "A GossipOptimizer cannot be copied or saved.",
+            why="a copy would take part in no run",
+            hint="state_dict(), which is the wrapped optimiser's",
+        )
 
     def __repr__(self) -> str:
         return f"GossipOptimizer({self._inner!r})"

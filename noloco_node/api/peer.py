@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 from weakref import WeakMethod
 
 from noloco_node.api.loop_thread import LoopThread
-from noloco_node.cli.join import take_part
+from noloco_node.cli.join import check_options, take_part
 from noloco_node.cli.options import JoinOptions, default_home, invite_text
 from noloco_node.journal import events
-from noloco_node.libp2p.addresses import check_announce, check_listen
 from noloco_node.machine.signals import Departure
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.invite import Invite
-from noloco_node.swarm.roster import checked_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -75,9 +73,7 @@ def parsed(invite: str | PathLike[str], options: Mapping[str, object]) -> tuple[
         # A text is a sequence too: of its letters.
         given[name] = [given[name]] if isinstance(given[name], str) else list(given[name])
     read = JoinOptions(**given, linger=STAYS_S)
-    _ = read.allowance, read.most_memory_bytes, checked_name(read.name), read.prompts, read.curves
-    check_listen(read.listen or ())
-    check_announce(read.announce or ())
+    check_options(read)
     return invites.parse(invites.found(invite_text(str(invite)), read.home or default_home("node"))), read
 
 

@@ -20,6 +20,7 @@ from noloco_node.errors import config_error, os_errors_as, storage_error
 from noloco_node.run.fields import toml
 from noloco_node.run.presets import check_free, check_named, write_text
 from noloco_node.run.runfile import decode_run
+from noloco_node.run.validation import WEIGHT_FILE
 from noloco_node.storage import atomic_file
 from noloco_node.storage.weight_store import described
 
@@ -80,22 +81,25 @@ def init(
         table["model"] |= _handed_on(model)
         table["pipeline"]["stages"] = len(model)
     for section, values in sections.items():
-        table[section] = {**table.get(section, {}), **values}
+        before = table.get(section, {})
+        if not (isinstance(before, Mapping) and isinstance(values, Mapping)):
+            why = "a section of a run file is a dictionary of fields"
+            raise config_error(f"sections has {values!r} for {section}.", why, 'sections={"inner": {"clip_norm": 1.0}}')
+        table[section] = {**before, **values}
     if parameters:
+        if weights == path or not WEIGHT_FILE.fullmatch(weights.name):
+            raise config_error(
+                f"The run file {path} has no name that fits its own weights.",
+                f"they are written beside it as {weights.name}, and travel under this name",
+                "ASCII letters, digits, . _ and -, and another ending than .safetensors, such as run.toml",
+            )
         # Before a file of weights is written, all the rest is known to be right: this entry stands for it.
         table["model"]["weights"] = [{"file": weights.name, "size_bytes": 1, "digest": 64 * "0"}]
     decode_run(_text(table), str(path))
     if not overwrite:
-        check_free(path, _HINT)
+        for each in [path, weights] if parameters else [path]:
+            check_free(each, _HINT)
     if parameters:
-        if weights == path:
-            raise config_error(
-                f"The run file {path} would take the place of its own weights.",
-                "they are written beside it, with the same name and the ending .safetensors",
-                "a run file with another ending, such as run.toml",
-            )
-        if not overwrite:
-            check_free(weights, _HINT)
         _write_weights(weights, parameters)
         table["model"]["weights"] = [msgspec.structs.asdict(described(weights))]
         decode_run(_text(table), str(path))
@@ -112,10 +116,14 @@ def _whole(field: str, value: object) -> int:
 
 
 def _text(table: Mapping[str, Any]) -> str:
-    plain = [f"{key} = {toml(value)}" for key, value in table.items() if not isinstance(value, Mapping)]
-    for section, values in table.items():
-        if isinstance(values, Mapping):
-            plain += ["", f"[{section}]", *(f"{key} = {toml(value)}" for key, value in values.items())]
+    try:
+        plain = [f"{key} = {toml(value)}" for key, value in table.items() if not isinstance(value, Mapping)]
+        for section, values in table.items():
+            if isinstance(values, Mapping):
+                plain += ["", f"[{section}]", *(f"{key} = {toml(value)}" for key, value in values.items())]
+    except TypeError as error:
+        hint = "numbers, texts, lists and dictionaries of Python; float(x) makes one of another library's number"
+        raise config_error("A field cannot be written into a run file.", str(error), hint) from error
     return "\n".join(plain) + "\n"
 
 
@@ -125,6 +133,8 @@ def _trained(model: nn.Module | Sequence[nn.Module] | Mapping[str, object]) -> d
         return {}
     if isinstance(model, nn.Module):
         return trained_parameters(model)
+    if not isinstance(model, Sequence):
+        model = [model]
     if not model or (wrong := [type(each).__name__ for each in model if not isinstance(each, nn.Module)]):
         raise config_error(
             f"The list of stages holds {wrong[0] if model else 'no module'}.",
@@ -170,5 +180,5 @@ def _foreign(model: nn.Module | Sequence[nn.Module], parameters: Mapping[str, nn
 def _write_weights(path: Path, parameters: Mapping[str, nn.Parameter]) -> None:
     values = {name: each.detach().to("cpu", torch.float32).contiguous() for name, each in parameters.items()}
     what = f"The weights cannot be written to {path}."
-    with os_errors_as(storage_error, what, "free some space, or another directory"):
+    with os_errors_as(storage_error, what, "free some space, or a directory that exists and is yours"):
         atomic_file.write_tensors(path, [atomic_file.array(name, each) for name, each in values.items()], "")

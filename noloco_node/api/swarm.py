@@ -125,10 +125,11 @@ def export(
     given = None if invite is None else invites.found(invite_text(str(invite)), place)
     each_home = [homes] if isinstance(homes, str | PathLike) else homes
     directories = [Path(each).expanduser() for each in each_home]
-    check_export(Path(out), given, directories)
+    target = Path(out).expanduser()
+    check_export(target, given, directories)
     from noloco_node.export.exporter import export as export_model
 
-    return finished(lambda: export_model(Path(out), given, directories, Visitor(home=place)), "noloco-export")
+    return finished(lambda: export_model(target, given, directories, Visitor(home=place)), "noloco-export")
 
 
 def _status(view: SwarmView) -> SwarmStatus:

@@ -14,16 +14,17 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
-from math import prod
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from math import inf, prod
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, get_args, get_type_hints
 
 from msgspec import structs
 
 from noloco_node.admission.ticket import MEMBER
 from noloco_node.cli.join_devices import divided, join_each, named_devices
-from noloco_node.cli.options import JoinOptions, KeptInviteArgument, default_home, page_place
+from noloco_node.cli.options import JoinOptions, KeptInviteArgument, default_home, directory_there, page_place
 from noloco_node.data.dataset_documents import check_source
 from noloco_node.doctor.machine_checks import require_disk
+from noloco_node.errors import usage_error
 from noloco_node.journal import events
 from noloco_node.journal.reader import read
 from noloco_node.journal.writer import Journal
@@ -65,21 +66,13 @@ if TYPE_CHECKING:
 
 def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
     """Join a swarm: take a stage and train with the others to the end. Ctrl-C once leaves politely, twice at once."""
-    # Before torch is loaded: a refusal is to come at once.
-    _ = options.allowance, options.most_memory_bytes, options.most_disk_bytes
-    _ = metrics_place(options.metrics, is_open=options.metrics_open)
-    _ = page_place(options.web, is_open=options.web_open), checked_name(options.name), options.prompts, options.curves
-    check_device_name(options.device)
+    check_options(options)  # before torch is loaded: a refusal is to come at once
     names = named_devices(options)
     if len(names) > 1:
         sys.exit(run(join_each(invite, divided(options, names))))
     if names:
         options = replace(options, device=names[0], devices=None)
     parsed = invites.parse(invites.found(invite, options.home or default_home("node")))
-    check_listen(options.listen or ())
-    check_announce(options.announce or ())
-    if options.data is not None:
-        check_source(options.data)
     memory.expand_segments()
     say("loading torch (a few seconds)")
     gc.disable()  # none of what is imported is garbage, and to look for some takes a sixth of a node's start
@@ -90,6 +83,27 @@ def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
         gc.freeze()
         gc.enable()
     run(take_part(parsed, options))
+
+
+def check_options(options: JoinOptions) -> None:
+    """Raise `UserError` for options of a node that cannot be used, whoever gives them: a person or a program."""
+    for name, hint in get_type_hints(JoinOptions, include_extras=True).items():
+        option, given = get_args(hint)[-1], getattr(options, name)
+        if option.min is None or given is None:
+            continue
+        most = inf if option.max is None else option.max
+        if not isinstance(given, int | float) or not option.min <= given <= most:
+            why = f"it is no number from {option.min:g} to {most:g}"
+            raise usage_error(f"{name} = {given!r} cannot be used.", why, f"{name}={option.min:g}, or leave it out")
+    _ = options.allowance, options.most_memory_bytes, options.most_disk_bytes
+    _ = metrics_place(options.metrics, is_open=options.metrics_open)
+    _ = page_place(options.web, is_open=options.web_open), checked_name(options.name), options.prompts, options.curves
+    check_device_name(options.device)
+    check_listen(options.listen or ())
+    check_announce(options.announce or ())
+    if options.data is not None:
+        check_source(options.data)
+    directory_there(options.weights)
 
 
 async def take_part(

@@ -240,7 +240,7 @@ def write_run(
         text = with_values(text, expectation.planned_values(planned.run), options.in_words())
         expected = "\n".join(["\n", *expectation.describe_expectation(planned, machines)])
         expected = "\n".join(["", *expectation.describe_changes(planned, before, machines)]).rstrip("\n") + expected
-    advice = f"Read {path}, change what you like, then:  noloco-node check {path}"
+    advice = f"Read {path}, change what you like, then:  {shlex.join(('noloco-node', 'check', str(path)))}"
     if origin is not None:
         from noloco_node.export.frozen_files import with_frozen_files
 
@@ -279,7 +279,7 @@ def check(
 
     typer.echo(report(path, as_json=as_json))
     if run.data.has_rows and not as_json:
-        typer.echo(f"What it learns of its rows is shown by:  noloco-node data {path}")
+        typer.echo(f"What it learns of its rows is shown by:  {shlex.join(('noloco-node', 'data', str(path)))}")
     if allowance.is_limited and not as_json:
         typer.echo("\n" + "\n".join(fitted(bandwidth.report(path, allowance))))
     if not as_json:

@@ -104,7 +104,7 @@ def peft_adapter(
     settings: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": run.model.hub or (None if base is None else str(base)),
+        "base_model_name_or_path": run.model.hub or (None if base is None else str(base.expanduser().absolute())),
         "revision": run.model.commit,
         "r": layout.adapter.rank,
         "lora_alpha": layout.adapter.alpha,

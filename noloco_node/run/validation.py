@@ -34,7 +34,7 @@ from noloco_node.storage.weight_store import WeightFile
 from pipeline.messages import check_width
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_WEIGHT_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors")
+WEIGHT_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors")
 _TOKENIZER_FILE = re.compile("|".join(map(re.escape, TOKENIZER_FILES)))
 _AS_INIT_WRITES = "as `noloco_node.init` writes it"
 _MOST_PARAMETERS = 4096  # of a foreign module: one entry of the run file each
@@ -160,8 +160,8 @@ def _model(model: ModelConfig) -> Iterator[Problem]:
         yield wrong("hub", "it is empty", "a directory, or owner/name")
     if model.hub is not None and model.weights:
         yield Problem("model.weights", "given", "the weights come with the model on the hub", "leave them out")
-    yield from _files("model.weights", model.weights, _WEIGHT_FILE, "it is no name of a safetensors file")
-    yield from _files("model.frozen_files", model.frozen_files, _WEIGHT_FILE, "it is no name of a safetensors file")
+    yield from _files("model.weights", model.weights, WEIGHT_FILE, "it is no name of a safetensors file")
+    yield from _files("model.frozen_files", model.frozen_files, WEIGHT_FILE, "it is no name of a safetensors file")
     yield from _hub("model", "hub", model.hub, model.commit)
     for name, value in model.sizes.items():
         yield from _size(f"model.sizes.{name}", value, _LARGEST_SIZE.get(name, 2**31), depth=0)

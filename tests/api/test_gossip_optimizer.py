@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 from collections.abc import Iterator
@@ -152,6 +153,11 @@ def test_what_the_inner_optimiser_raises_is_the_programs(run: Run) -> None:
             optimizer.step(closure)
         loss_of(net).backward()
         assert optimizer.step() is None
+
+
+def test_an_optimiser_of_a_run_is_not_copied() -> None:
+    with pytest.raises(UserError, match="cannot be copied"):
+        copy.deepcopy(object.__new__(noloco_node.GossipOptimizer))
 
 
 def test_a_module_of_other_shapes_is_refused_by_name(run: Run) -> None:

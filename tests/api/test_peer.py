@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,12 @@ def test_what_cannot_be_read_is_refused_at_once(tmp_path: Path) -> None:
     assert refused.value.code is Exit.CONFIG
     with pytest.raises(UserError, match="10 parsecs"):
         noloco_node.join("no invite", home=tmp_path, max_upload="10 parsecs")
+    for wrong in ({"refresh": -1}, {"keep": 0}, {"threads": "all"}, {"refresh": math.nan}, {"stage": -1}):
+        with pytest.raises(UserError, match="cannot be used"):
+            noloco_node.join("no invite", home=tmp_path, **wrong)
+    for wrong in ({"device": "abacus"}, {"data": str(tmp_path / "nowhere")}, {"weights": tmp_path / "nowhere"}):
+        with pytest.raises(UserError, match=r"abacus|nowhere"):
+            noloco_node.join("no invite", home=tmp_path, **wrong)
     with pytest.raises(UserError):
         noloco_node.Swarm("no invite", home=tmp_path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,8 +109,30 @@ def test_weights_of_another_module_are_refused(tmp_path: Path) -> None:
     assert "weight is missing, or of another shape" in refused.value.why
 
 
-def test_a_run_file_does_not_take_the_place_of_its_weights(tmp_path: Path) -> None:
-    place = tmp_path / "run.safetensors"
+@pytest.mark.parametrize("name", ["run.safetensors", "läuf.toml", "a run.toml", ".toml"])
+def test_a_run_file_has_a_name_that_fits_its_weights(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="its own weights"):
-        noloco_node.init(place, nn.Linear(2, 1), steps=10, overwrite=True)
-    assert not place.exists()
+        noloco_node.init(tmp_path / name, nn.Linear(2, 1), steps=10, overwrite=True)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [
+        (None, "holds NoneType"),
+        (5, "holds int"),
+        (nn.LazyLinear(3), "weight has no values"),
+        (nn.Linear(2, 1, device="meta"), "weight has no values"),
+    ],
+)
+def test_what_is_no_model_is_refused(tmp_path: Path, model: Any, what: str) -> None:
+    with pytest.raises(UserError, match=what):
+        noloco_node.init(tmp_path / "run.toml", model, steps=10)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("sections", [{"inner": 5}, {"name": {"steps": 1}}, {"inner": {"clip_norm": object()}}])
+def test_what_no_run_file_can_hold_is_refused(tmp_path: Path, sections: Any) -> None:
+    with pytest.raises(UserError, match=r"sections has|cannot be written into a run file"):
+        noloco_node.init(tmp_path / "run.toml", nn.Linear(2, 1), steps=10, sections=sections)
+    assert not list(tmp_path.iterdir())
