@@ -25,10 +25,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import takewhile
 from random import Random
 from statistics import fmean, median
 from typing import NamedTuple
@@ -275,10 +275,9 @@ class Stage:
         if not peer.open or peer.meets or peer.asking is not None:
             return
         order = peer.order
-        good = takewhile(
-            lambda place: not peer.delay_s(place, len(order), self.now_s), range(min(len(order), ASKED_AT_MOST))
-        )
-        partner, wait_s = peer.queue.next([order[place] for place in good], self.now_s)
+        places = range(min(len(order), ASKED_AT_MOST))
+        good = bisect_right(places, 0.0, key=lambda place: peer.delay_s(place, len(order), self.now_s))
+        partner, wait_s = peer.queue.next(order[:good], self.now_s)
         if partner is None:
             self.at(self.now_s + min(max(wait_s, 0.05), 1.0), "ask", peer)
             return
@@ -337,8 +336,10 @@ class Stage:
                 continue
             reads_s = rng.uniform(0.0, self.callers_pause_s)
             knows = min(knows, reads_s)
+            if reads_s >= first:
+                continue
             living = [Hop(peer.name) for shard in shards for peer in self.shards[shard] if peer.died_s > self.now_s]
-            if reads_s < first and living:
+            if living:
                 # A part of the bag is drawn already.
                 _, bag = next_hop(Bag(), living, (), rng)
                 bag = bag._replace(entries=bag.entries[: rng.randint(0, len(living))])
