@@ -16,9 +16,8 @@ failed reading the roster stays, and says since when it is old (`Roster.old_sinc
 A stage of more than 64 replicas has shards (`noloco_node.swarm.shards`): a peer writes under the keys of its own, and
 reads a few. Then the roster is a sample, which says how many peers there are (`Roster.sizes`), and no sum of all peers
 is read: the keys of sources and of receipts are left alone. A peer that knows only a sample of its stage publishes its
-record every `RENEWED_S`. A sample is read every few minutes (`READ_S`); one that is too small, whose depth changes, or of
-which many are gone, is read sooner. Most records of such a stage are brief
-(`noloco_node.swarm.roster.brief`).
+record every `RENEWED_S`. A sample is read every few minutes (`READ_S`), and sooner where it is too small, its depth
+changes, or many of its peers are gone. Most records of such a stage are brief (`noloco_node.swarm.roster.brief`).
 
 A source and a visitor also read the receipts for all sources' samples (`noloco_node.swarm.receipts`). A replica of the
 last stage publishes the receipts that it gives. Both happen every second time.
