@@ -193,6 +193,7 @@ class Stage:
     def __init__(self, replicas: int, churn: float, seed: int) -> None:
         self.rng, self.churn = Random(f"{replicas}|{churn}|{seed}"), churn
         self.seed, self.now_s, self.depth = seed, 0.0, 0
+        self.life_s = 6000.0 / churn if churn else math.inf
         self.pause_s, self.callers_pause_s = pause_s(churn, READ_OWN_S), pause_s(churn, READ_NEXT_S)
         self.peers: dict[str, Peer] = {}
         self.shards: defaultdict[Shard, list[Peer]] = defaultdict(list)
@@ -359,27 +360,27 @@ class Stage:
             for stage, every_s in enumerate((READ_OTHERS_S, self.pause_s, self.callers_pause_s)):
                 for shard in followed(peer.name, stage, self.depth, self.now_s):
                     read += self._reading_kb(shard, every_s) / every_s
-                    search += SEARCH_KB / self._search_s(every_s)
+                    search += self._search_kb(every_s)
             for shard in followed(peer.name, STAGES - 1, self.depth, self.now_s):
-                look += self._reading_kb(shard, pace.look_s) / pace.look_s + SEARCH_KB / self._search_s(pace.look_s)
+                look += self._reading_kb(shard, pace.look_s) / pace.look_s + self._search_kb(pace.look_s)
             keys = len(written(peer.name, self.depth))
             write += WRITTEN_KB * keys / RENEWED_S
-            search += SEARCH_KB * keys / self._search_s(RENEWED_S)
+            search += keys * self._search_kb(RENEWED_S)
         count = len(peers)
         return read / count, search / count, write / count, look / count
 
-    def _search_s(self, every_s: float) -> float:
-        """Return how long a search is good for: less where one of the holders is likely to die meanwhile."""
+    def _search_kb(self, every_s: float) -> float:
+        """Return what searches cost a second: one in a peer's life, and the next sooner where holders often die."""
         calm_s = max(SEARCH_S, min(SEARCH_PAUSES * every_s, LONGEST_SEARCH_S))
         dies = self.churn / 6000.0 * WRITTEN * calm_s > 1.0
-        return every_s * math.ceil((SEARCH_S if dies else calm_s) / every_s)
+        return SEARCH_KB / self.life_s + SEARCH_KB / (every_s * math.ceil((SEARCH_S if dies else calm_s) / every_s))
 
     def _reading_kb(self, shard: Shard, every_s: float) -> float:
         """Return what a reading costs: records travel once, as far as they are new; each holder asked is named all.
 
         The first reading asks all holders that a search finds, every twelfth the usual ones and one more.
         """
-        there, first = self.shards[shard], every_s / FOLLOWED_S
+        there, first = self.shards[shard], every_s / min(FOLLOWED_S, self.life_s)
         asked = 1.0 + (SEARCHED - 1.0) * first + WRITTEN / MORE_EVERY
         new = sum(peer.written_s(self.now_s) > self.now_s - every_s for peer in there)
         travel = new + first * (len(there) - new)
