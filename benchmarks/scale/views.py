@@ -1,6 +1,7 @@
 """Rosters that are samples: which rounds meet, what a peer reads, and whom it takes for alive, up to 10^5 peers.
 
     python -m benchmarks.scale.views [--peers 1000 10000] [--churn 0 0.5 10] [--seeds 5] [--minutes 20] [--json]
+    python -m benchmarks.scale.views --peers 100000 --no-rounds --minutes 5  # peers die and come, and open no rounds
 
 In virtual time, with the functions by which production decides: where a record stands and which shards are followed
 (`noloco_node.swarm.shards`), in which order partners are asked, how long one is picky, what is answered and when
@@ -17,7 +18,7 @@ peers sends one a second and draws from its bag (`pipeline.routing`); medians an
 
 `kb_per_s`: what a peer receives and sends for membership, and of that `read`, `search`, `write` and `look` (the stage
 that is not read otherwise, for a move): by the bytes of records as production encodes and compresses them, and by what
-twelve daemons took.
+twelve daemons took. `busiest_kb_per_s`: what the node sends that answers most readings, of all nodes of the run.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from gossip.exchange.messages import Accept, Decline, DeclineReason, Propose
 from gossip.rounds.matching import (
@@ -182,6 +184,7 @@ class Found(NamedTuple):
     search: float
     write: float
     look: float
+    busiest_kb_per_s: float
     knows_s: float
     works_s: float
     slowest_s: float
@@ -190,7 +193,8 @@ class Found(NamedTuple):
 class Stage:
     """One stage whose replicas die and come."""
 
-    def __init__(self, replicas: int, churn: float, seed: int) -> None:
+    def __init__(self, replicas: int, churn: float, seed: int, *, rounds: bool = True) -> None:
+        self.rounds = rounds
         self.rng, self.churn = Random(f"{replicas}|{churn}|{seed}"), churn
         self.seed, self.now_s, self.depth = seed, 0.0, 0
         self.life_s = 6000.0 / churn if churn else math.inf
@@ -215,7 +219,8 @@ class Stage:
         for shard in written(peer.name, self.depth):
             self.shards[shard].append(peer)
         if not sybil:
-            self.at(self.now_s + rng.uniform(0.0, ROUND_S), "open", peer)
+            if self.rounds:
+                self.at(self.now_s + rng.uniform(0.0, ROUND_S), "open", peer)
             if self.churn:
                 self.at(self.now_s + rng.expovariate(self.churn / 100 / 60 / (1 - SYBILS)), "die", peer)
         return peer
@@ -369,6 +374,18 @@ class Stage:
         count = len(peers)
         return read / count, search / count, write / count, look / count
 
+    def busiest_kb_per_s(self) -> float:
+        """Return what the busiest node sends: of each key's readings the nearest nodes answer equal parts."""
+        nodes = np.array([self.rng.getrandbits(64) for _ in range(STAGES * len(self.peers))], dtype=np.uint64)
+        sent = np.zeros(len(nodes))
+        for shard in self.shards:
+            readers = len(self.peers) * len(followed("", 0, self.depth, 0.0)) / 2**self.depth
+            for _ in range(STAGES if shard.depth == self.depth else 0):
+                key = np.uint64(self.rng.getrandbits(64))
+                rates = (self._reading_kb(shard, every_s) / every_s for every_s in (self.pause_s, self.callers_pause_s))
+                sent[np.argpartition(nodes ^ key, WRITTEN)[:WRITTEN]] += readers * sum(rates) / WRITTEN
+        return float(sent.max())
+
     def _search_kb(self, every_s: float) -> float:
         """Return what searches cost a second: one in a peer's life, and the next sooner where holders often die."""
         calm_s = max(SEARCH_S, min(SEARCH_PAUSES * every_s, LONGEST_SEARCH_S))
@@ -395,14 +412,17 @@ def pause_s(churn: float, most_s: float) -> float:
     return found_s
 
 
-def measure(peers: int, churn: float, seed: int, minutes: float) -> Found:
-    stage = Stage(peers // STAGES, churn, seed)
+def measure(peers: int, churn: float, seed: int, minutes: float, *, rounds: bool = True) -> Found:
+    """Return the figures of one seed; without `rounds` those of rounds and rosters are not a number."""
+    stage = Stage(peers // STAGES, churn, seed, rounds=rounds)
     stage.run(WARM_S + 60.0 * minutes)
-    met, skipped = stage.counts
-    listed, dead, sybils, sizes, _ = map(fmean, zip(*stage.looks, strict=True))
+    stage.now_s = WARM_S + 60.0 * minutes
+    met, skipped = stage.counts if rounds else (math.nan, math.nan)
+    looks: list[tuple[float, ...]] = [*stage.looks] or [(math.nan,) * 5]
+    listed, dead, sybils, sizes, _ = map(fmean, zip(*looks, strict=True))
     knows, works = zip(*(stage.newcomer_s() for _ in range(100)), strict=True)
     true, cost = peers // STAGES, stage.kb_per_s()
-    error = math.sqrt(fmean((each[3] / true - 1.0) ** 2 for each in stage.looks)) if sizes else 0.0
+    error = math.sqrt(fmean((each[3] / true - 1.0) ** 2 for each in looks)) if sizes else 0.0
     return Found(
         met / (met + skipped),
         dead / listed,
@@ -411,6 +431,7 @@ def measure(peers: int, churn: float, seed: int, minutes: float) -> Found:
         error,
         sum(cost),
         *cost,
+        stage.busiest_kb_per_s(),
         median(knows),
         median(works),
         max(works),
@@ -423,6 +444,7 @@ def main() -> None:
     parser.add_argument("--churn", type=float, nargs="+", default=[0.0, 0.5, 10.0], metavar="PERCENT")
     parser.add_argument("--seeds", type=int, default=5, metavar="N")
     parser.add_argument("--minutes", type=float, default=20.0, metavar="M")
+    parser.add_argument("--no-rounds", action="store_true", help="leave rounds out, which take most of the time")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     options = parser.parse_args()
     if min(options.peers) <= STAGES * MOST_IN_SHARD or min(options.seeds, options.minutes) <= 0:
@@ -431,10 +453,12 @@ def main() -> None:
         )
     for peers in options.peers:
         for churn in options.churn:
-            found = [measure(peers, churn, seed, options.minutes) for seed in range(options.seeds)]
+            rounds = not options.no_rounds
+            found = [measure(peers, churn, seed, options.minutes, rounds=rounds) for seed in range(options.seeds)]
             figures = {
                 name: [round(getattr(each, name), 4) for each in found] if options.json else values(found, name)
                 for name in Found._fields
+                if not math.isnan(getattr(found[0], name))
             }
             facts = {"peers": peers, "churn": churn, "record_bytes": round(RECORD_BYTES)} | figures
             print(json.dumps(facts) if options.json else "  ".join(f"{k} {v}" for k, v in facts.items()), flush=True)
