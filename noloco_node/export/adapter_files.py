@@ -65,8 +65,8 @@ def check_merge(run: RunConfig, base: Sequence[Path]) -> None:
 def without_base(what: str) -> UserError:
     return config_error(
         f"The model that this run adapts is not here to {what}.",
-        why="no home that was given has all of its files",
-        hint="--weights DIR, with the directory that `noloco-node init --from` was given, or a copy of it",
+        why="no home that was given has all of its files; of several stages a node fetches its own stage's part",
+        hint="--weights DIR, with the directory that `noloco-node init --from` was given, or the one that it wrote",
     )
 
 

@@ -140,6 +140,7 @@ def joined(config: Any, stages: Sequence[Mapping[str, Tensor]]) -> Any:
 @contextmanager
 def _written_aside(directory: Path) -> Iterator[Path]:
     """Yield an empty directory beside `directory` that takes its place, flushed, once all has gone well."""
+    directory = Path(os.path.realpath(directory))  # a link cannot be replaced
     check_target(directory)
     try:
         with locked_aside(directory) as aside:

@@ -216,6 +216,8 @@ def best_evaluated(homes: Sequence[Path], run_id: str, shapes: Shapes) -> tuple[
     Raises `UserError` if no home has any of a run of these `shapes`.
     """
     found = {path: each for home in homes for path, each in evaluated_in(HomePaths(home).run(run_id).best).items()}
+    if len({each.text for each in found.values()}) > 1:
+        say("these homes hold evaluations on several texts, whose losses do not compare")
     why = "none of these homes has evaluated its weights"
     for path in sorted(found, key=lambda path: found[path].held_out_loss):
         counters = found[path]
@@ -337,7 +339,8 @@ class PartsDirectory:
 
 
 def parts_beside(out: Path) -> Path:
-    return out.absolute().parent / f".{out.name}.parts"
+    place = Path(os.path.realpath(out))
+    return place.parent / f".{place.name}.parts"
 
 
 def is_kept(part: MergedReplicas, rounds: Sequence[int], rounds_behind: int) -> bool:

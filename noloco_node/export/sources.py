@@ -48,7 +48,13 @@ def check_export(out: Path, invite: str | None, homes: Sequence[Path], *, best: 
 
 
 def check_target(directory: Path) -> None:
-    """Raise `UserError` if the place of a checkpoint is not empty."""
+    """Raise `UserError` if the place of a checkpoint is not empty, or the present directory."""
+    if directory.is_dir() and directory.samefile(Path()):
+        raise usage_error(
+            "An export cannot take the place of the present directory.",
+            why="it is written beside its place and renamed at the end: this directory would be gone",
+            hint="--out with the name of a new directory",
+        )
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise usage_error(
             f"{directory} is there already, and not empty.",

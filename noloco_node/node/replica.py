@@ -342,7 +342,11 @@ class Replica:
             return Wait(CAUSES[wait.wanted], round(now_s - wait.since_s, 1), wait.detail)
         idle_s, admission = now_s - self._stepped_at, self.admission
         if admission.in_flight == 0 and admission.succeeded < admission.window and idle_s > IDLE_S:
-            return Wait(WaitCause.MICROBATCHES, round(idle_s, 1)) if self.stage else None
+            if self.stage:
+                return Wait(WaitCause.MICROBATCHES, round(idle_s, 1))
+            model = self._context.run.model
+            if not model.is_foreign or model.is_in_stages:  # else the program computes meanwhile
+                return Wait(WaitCause.OTHER, round(idle_s, 1), "text to train on")
         return None
 
     async def checkpoint(self, samples: int, data_position: dict[str, object] | None) -> Checkpoint:

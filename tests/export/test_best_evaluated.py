@@ -52,6 +52,25 @@ def test_the_least_loss_is_exported_and_the_others_are_named(tmp_path: Path) -> 
     assert all(torch.equal(written[name], weight) for name, weight in expected.items())
 
 
+def test_an_export_goes_where_a_link_leads_and_never_into_the_present_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(tmp_path / "home", 2.0)
+    for place in ("empty", "new"):
+        link = tmp_path / f"to {place}"
+        link.symlink_to(tmp_path / place)
+        if place == "empty":
+            (tmp_path / place).mkdir()
+            monkeypatch.chdir(tmp_path / place)
+            for here in (Path(), link):
+                with pytest.raises(UserError, match="present directory"):
+                    asyncio.run(export(here, None, [tmp_path / "home"], best=True))
+            monkeypatch.chdir(tmp_path)
+        asyncio.run(export(link, None, [tmp_path / "home"], best=True))
+        assert link.is_symlink()
+        assert (tmp_path / place / "config.json").exists()
+
+
 def test_weights_that_are_kept_in_two_parts_are_joined(tmp_path: Path) -> None:
     weights = keep(tmp_path / "home", 2.0, halves=True)
     found, loss = best_evaluated([tmp_path / "home"], RUN.digest, PLAN.shapes[0])

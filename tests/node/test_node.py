@@ -200,6 +200,26 @@ async def test_who_comes_back_to_a_run_is_waited_for() -> None:
     await asyncio.gather(*[peer.task for peer in (fresh, *back)])
 
 
+async def test_a_source_without_text_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub, what = SimNetwork(), recipe(stages=1, steps=6, per_round=3)
+    peer = Peer(hub, what, "peer", 0)
+    encoded, draw = asyncio.Event(), peer.text.draw
+
+    async def slow() -> Tensor:
+        await encoded.wait()
+        return await draw()
+
+    monkeypatch.setattr(peer.text, "draw", slow)
+    await until(lambda: peer.node.replica is not None and peer.replica.waits() is not None)
+    waits = peer.replica.waits()
+    assert waits is not None
+    assert waits.detail == "text to train on"
+    encoded.set()
+    await until(lambda: bool(peer.of(events.InnerStep)))
+    assert peer.replica.waits() is None
+    await peer.task
+
+
 async def test_who_has_finished_waits_for_nothing() -> None:
     hub, what = SimNetwork(), recipe(steps=6, per_round=3)
     peers = [Peer(hub, what, f"peer-{number}", number) for number in (0, 1)]
