@@ -1,6 +1,7 @@
 """Rosters that are samples: which rounds meet, what a peer reads, and whom it takes for alive, up to 10^5 peers.
 
     python -m benchmarks.scale.views [--peers 1000 10000] [--churn 0 0.5 10] [--seeds 5] [--minutes 20] [--json]
+    python -m benchmarks.scale.views --peers 100000 --no-rounds --minutes 5  # peers die and come, and open no rounds
 
 In virtual time, with the functions by which production decides: where a record stands and which shards are followed
 (`noloco_node.swarm.shards`), in which order partners are asked, how long one is picky, what is answered and when
@@ -17,7 +18,7 @@ peers sends one a second and draws from its bag (`pipeline.routing`); medians an
 
 `kb_per_s`: what a peer receives and sends for membership, and of that `read`, `search`, `write` and `look` (the stage
 that is not read otherwise, for a move): by the bytes of records as production encodes and compresses them, and by what
-twelve daemons took.
+twelve daemons took. `busiest_kb_per_s`: what the node sends that answers most readings, of all nodes of the run.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import takewhile
 from random import Random
 from statistics import fmean, median
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from gossip.exchange.messages import Accept, Decline, DeclineReason, Propose
 from gossip.rounds.matching import (
@@ -49,7 +51,7 @@ from noloco_node.libp2p.record_checks import SIGNATURE_BYTES
 from noloco_node.libp2p.record_holders import LONGEST_SEARCH_S, MORE_EVERY, SEARCH_PAUSES, SEARCH_S, SEARCHED, WRITTEN
 from noloco_node.libp2p.short_answers import NAME_BYTES, shortened
 from noloco_node.run.peer_state import PeerState
-from noloco_node.swarm.membership import READ_OTHERS_S, READ_S, SAMPLE_RENEWALS
+from noloco_node.swarm.membership import READ_NEXT_S, READ_OTHERS_S, READ_OWN_S, READ_S, SAMPLE_RENEWALS
 from noloco_node.swarm.roster import Given, PeerRecord, brief
 from noloco_node.swarm.shards import (
     FOLLOWED_S,
@@ -72,7 +74,7 @@ STAGES, SYBILS, ROUND_S = 4, 0.1, 60.0
 ANSWER_S, MEETING_S, WARM_S = 0.2, 10.0, 300.0
 PATIENCE = RoundTimeouts()
 BELIEVED_S = SAMPLE_RENEWALS * RENEWED_S
-READ_KB, WRITTEN_KB, SEARCH_KB = 1.3, 4.25, 18.0
+READ_KB, WRITTEN_KB, SEARCH_KB = 1.3, 4.25, 16.4
 """Measured with twelve daemons: a reading of one holder without its records, a publication (4.1 of a brief record, of
 the eighth that is whole 5.1), and a search for holders.
 """
@@ -182,6 +184,7 @@ class Found(NamedTuple):
     search: float
     write: float
     look: float
+    busiest_kb_per_s: float
     knows_s: float
     works_s: float
     slowest_s: float
@@ -190,10 +193,12 @@ class Found(NamedTuple):
 class Stage:
     """One stage whose replicas die and come."""
 
-    def __init__(self, replicas: int, churn: float, seed: int) -> None:
+    def __init__(self, replicas: int, churn: float, seed: int, *, rounds: bool = True) -> None:
+        self.rounds = rounds
         self.rng, self.churn = Random(f"{replicas}|{churn}|{seed}"), churn
         self.seed, self.now_s, self.depth = seed, 0.0, 0
-        self.pause_s = pause_s(churn, READ_S)
+        self.life_s = 6000.0 / churn if churn else math.inf
+        self.pause_s, self.callers_pause_s = pause_s(churn, READ_OWN_S), pause_s(churn, READ_NEXT_S)
         self.peers: dict[str, Peer] = {}
         self.shards: defaultdict[Shard, list[Peer]] = defaultdict(list)
         self.events: list[tuple[float, int, str, Peer]] = []
@@ -214,7 +219,8 @@ class Stage:
         for shard in written(peer.name, self.depth):
             self.shards[shard].append(peer)
         if not sybil:
-            self.at(self.now_s + rng.uniform(0.0, ROUND_S), "open", peer)
+            if self.rounds:
+                self.at(self.now_s + rng.uniform(0.0, ROUND_S), "open", peer)
             if self.churn:
                 self.at(self.now_s + rng.expovariate(self.churn / 100 / 60 / (1 - SYBILS)), "die", peer)
         return peer
@@ -275,10 +281,9 @@ class Stage:
         if not peer.open or peer.meets or peer.asking is not None:
             return
         order = peer.order
-        good = takewhile(
-            lambda place: not peer.delay_s(place, len(order), self.now_s), range(min(len(order), ASKED_AT_MOST))
-        )
-        partner, wait_s = peer.queue.next([order[place] for place in good], self.now_s)
+        places = range(min(len(order), ASKED_AT_MOST))
+        good = bisect_right(places, 0.0, key=lambda place: peer.delay_s(place, len(order), self.now_s))
+        partner, wait_s = peer.queue.next(order[:good], self.now_s)
         if partner is None:
             self.at(self.now_s + min(max(wait_s, 0.05), 1.0), "ask", peer)
             return
@@ -335,10 +340,12 @@ class Stage:
             shards = followed(caller.name, 1, self.depth, self.now_s)
             if caller.sybil or not own.intersection(shards):
                 continue
-            reads_s = rng.uniform(0.0, self.pause_s)
+            reads_s = rng.uniform(0.0, self.callers_pause_s)
             knows = min(knows, reads_s)
+            if reads_s >= first:
+                continue
             living = [Hop(peer.name) for shard in shards for peer in self.shards[shard] if peer.died_s > self.now_s]
-            if reads_s < first and living:
+            if living:
                 # A part of the bag is drawn already.
                 _, bag = next_hop(Bag(), living, (), rng)
                 bag = bag._replace(entries=bag.entries[: rng.randint(0, len(living))])
@@ -355,30 +362,42 @@ class Stage:
         read = search = write = look = 0.0
         pace = StagePace.of(READ_S)
         for peer in peers:
-            for stage, every_s in enumerate((READ_OTHERS_S, self.pause_s, self.pause_s)):
+            for stage, every_s in enumerate((READ_OTHERS_S, self.pause_s, self.callers_pause_s)):
                 for shard in followed(peer.name, stage, self.depth, self.now_s):
                     read += self._reading_kb(shard, every_s) / every_s
-                    search += SEARCH_KB / self._search_s(every_s)
+                    search += self._search_kb(every_s)
             for shard in followed(peer.name, STAGES - 1, self.depth, self.now_s):
-                look += self._reading_kb(shard, pace.look_s) / pace.look_s + SEARCH_KB / self._search_s(pace.look_s)
+                look += self._reading_kb(shard, pace.look_s) / pace.look_s + self._search_kb(pace.look_s)
             keys = len(written(peer.name, self.depth))
             write += WRITTEN_KB * keys / RENEWED_S
-            search += SEARCH_KB * keys / self._search_s(RENEWED_S)
+            search += keys * self._search_kb(RENEWED_S)
         count = len(peers)
         return read / count, search / count, write / count, look / count
 
-    def _search_s(self, every_s: float) -> float:
-        """Return how long a search is good for: less where one of the holders is likely to die meanwhile."""
+    def busiest_kb_per_s(self) -> float:
+        """Return what the busiest node sends: of each key's readings the nearest nodes answer equal parts."""
+        nodes = np.array([self.rng.getrandbits(64) for _ in range(STAGES * len(self.peers))], dtype=np.uint64)
+        sent = np.zeros(len(nodes))
+        for shard in self.shards:
+            readers = len(self.peers) * len(followed("", 0, self.depth, 0.0)) / 2**self.depth
+            for _ in range(STAGES if shard.depth == self.depth else 0):
+                key = np.uint64(self.rng.getrandbits(64))
+                rates = (self._reading_kb(shard, every_s) / every_s for every_s in (self.pause_s, self.callers_pause_s))
+                sent[np.argpartition(nodes ^ key, WRITTEN)[:WRITTEN]] += readers * sum(rates) / WRITTEN
+        return float(sent.max())
+
+    def _search_kb(self, every_s: float) -> float:
+        """Return what searches cost a second: one in a peer's life, and the next sooner where holders often die."""
         calm_s = max(SEARCH_S, min(SEARCH_PAUSES * every_s, LONGEST_SEARCH_S))
         dies = self.churn / 6000.0 * WRITTEN * calm_s > 1.0
-        return every_s * math.ceil((SEARCH_S if dies else calm_s) / every_s)
+        return SEARCH_KB / self.life_s + SEARCH_KB / (every_s * math.ceil((SEARCH_S if dies else calm_s) / every_s))
 
     def _reading_kb(self, shard: Shard, every_s: float) -> float:
         """Return what a reading costs: records travel once, as far as they are new; each holder asked is named all.
 
         The first reading asks all holders that a search finds, every twelfth the usual ones and one more.
         """
-        there, first = self.shards[shard], every_s / FOLLOWED_S
+        there, first = self.shards[shard], every_s / min(FOLLOWED_S, self.life_s)
         asked = 1.0 + (SEARCHED - 1.0) * first + WRITTEN / MORE_EVERY
         new = sum(peer.written_s(self.now_s) > self.now_s - every_s for peer in there)
         travel = new + first * (len(there) - new)
@@ -393,14 +412,17 @@ def pause_s(churn: float, most_s: float) -> float:
     return found_s
 
 
-def measure(peers: int, churn: float, seed: int, minutes: float) -> Found:
-    stage = Stage(peers // STAGES, churn, seed)
+def measure(peers: int, churn: float, seed: int, minutes: float, *, rounds: bool = True) -> Found:
+    """Return the figures of one seed; without `rounds` those of rounds and rosters are not a number."""
+    stage = Stage(peers // STAGES, churn, seed, rounds=rounds)
     stage.run(WARM_S + 60.0 * minutes)
-    met, skipped = stage.counts
-    listed, dead, sybils, sizes, _ = map(fmean, zip(*stage.looks, strict=True))
+    stage.now_s = WARM_S + 60.0 * minutes
+    met, skipped = stage.counts if rounds else (math.nan, math.nan)
+    looks: list[tuple[float, ...]] = [*stage.looks] or [(math.nan,) * 5]
+    listed, dead, sybils, sizes, _ = map(fmean, zip(*looks, strict=True))
     knows, works = zip(*(stage.newcomer_s() for _ in range(100)), strict=True)
     true, cost = peers // STAGES, stage.kb_per_s()
-    error = math.sqrt(fmean((each[3] / true - 1.0) ** 2 for each in stage.looks)) if sizes else 0.0
+    error = math.sqrt(fmean((each[3] / true - 1.0) ** 2 for each in looks)) if sizes else 0.0
     return Found(
         met / (met + skipped),
         dead / listed,
@@ -409,6 +431,7 @@ def measure(peers: int, churn: float, seed: int, minutes: float) -> Found:
         error,
         sum(cost),
         *cost,
+        stage.busiest_kb_per_s(),
         median(knows),
         median(works),
         max(works),
@@ -421,6 +444,7 @@ def main() -> None:
     parser.add_argument("--churn", type=float, nargs="+", default=[0.0, 0.5, 10.0], metavar="PERCENT")
     parser.add_argument("--seeds", type=int, default=5, metavar="N")
     parser.add_argument("--minutes", type=float, default=20.0, metavar="M")
+    parser.add_argument("--no-rounds", action="store_true", help="leave rounds out, which take most of the time")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     options = parser.parse_args()
     if min(options.peers) <= STAGES * MOST_IN_SHARD or min(options.seeds, options.minutes) <= 0:
@@ -429,10 +453,12 @@ def main() -> None:
         )
     for peers in options.peers:
         for churn in options.churn:
-            found = [measure(peers, churn, seed, options.minutes) for seed in range(options.seeds)]
+            rounds = not options.no_rounds
+            found = [measure(peers, churn, seed, options.minutes, rounds=rounds) for seed in range(options.seeds)]
             figures = {
                 name: [round(getattr(each, name), 4) for each in found] if options.json else values(found, name)
                 for name in Found._fields
+                if not math.isnan(getattr(found[0], name))
             }
             facts = {"peers": peers, "churn": churn, "record_bytes": round(RECORD_BYTES)} | figures
             print(json.dumps(facts) if options.json else "  ".join(f"{k} {v}" for k, v in facts.items()), flush=True)

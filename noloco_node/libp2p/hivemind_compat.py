@@ -35,13 +35,14 @@ from typing import Any, NamedTuple, Protocol
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.ticket import Right
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p.node_search import NodeSearch
+from noloco_node.libp2p.node_search import MOST_NAMED, NodeSearch
 from noloco_node.libp2p.short_answers import Version, names, restored, shortened
 
 _LOADING = threading.Lock()  # a program may start two peers, each in a thread of its own
 _MOST_GHOSTS = 64
 _MOST_REFUSED = 1024
 _SILENT_S = 15.0  # a peer that did not answer is left out for so long
+_PLACE_BYTES = 20  # of a place in the DHT, and of the id of a node
 _BUCKET = 8
 """Neighbours in a bucket of the routing table, and in an answer. hivemind's 20 make each answer 0.6 kB longer."""
 
@@ -147,6 +148,11 @@ class CallRules(NamedTuple):
     admission: AdmissionState | None = None
 
 
+def _node_of(rules: CallRules, peer: bytes) -> bytes:
+    """Return the id of a peer's node; a place has as many bytes."""
+    return rules.code("node", peer)[:_PLACE_BYTES]
+
+
 class DhtNode:
     """hivemind's DHTNode, made to keep and believe what we decide; made by `DhtNode.create`.
 
@@ -168,7 +174,7 @@ class DhtNode:
         """Become a node of a DHT, in which others have `answer_s` for each answer; it caches nothing."""
 
         def id_of(peer: PeerId) -> Any:
-            return parts.DHTID.from_bytes(rules.code("node", peer.to_bytes())[: parts.DHTID.HASH_NBYTES])
+            return parts.DHTID.from_bytes(_node_of(rules, peer.to_bytes()))
 
         _name_callers(client)
         node = await parts.DHTNode.create(
@@ -374,7 +380,7 @@ class _Authorizer:
     """
 
     def __init__(self, rules: CallRules) -> None:
-        self._code, self._admission = rules
+        self._rules, self._admission = rules, rules.admission
 
     async def sign_request(self, request: Any, service_public_key: object) -> None:
         request.auth.nonce = os.urandom(16)
@@ -398,16 +404,18 @@ class _Authorizer:
         return needed[type(request).__name__] in rights
 
     async def sign_response(self, response: Any, request: Any) -> None:
-        """Make an answer with records short; it names no neighbours then, which the reader has searched before."""
+        """Make an answer short: ids of nodes follow from their peers, and a reader of records has searched before."""
         for result in response.results if _is_find(request) else ():
+            result.ClearField("nearest_node_ids")
             if result.value:
                 result.value = shortened(result.value, request.auth.nonce, request.auth.service_public_key)
-                result.ClearField("nearest_node_ids")
                 result.ClearField("nearest_peer_ids")
 
     async def validate_response(self, response: Any, request: Any) -> bool:
         """Restore a short answer. hivemind takes an error for a missing answer."""
         for result in response.results if _is_find(request) else ():
+            del result.nearest_peer_ids[MOST_NAMED:], result.nearest_node_ids[:]
+            result.nearest_node_ids.extend(_node_of(self._rules, peer) for peer in result.nearest_peer_ids)
             if result.value:
                 result.value = restored(result.value, _KNOWN.get())
         return True
@@ -417,7 +425,7 @@ class _Authorizer:
         bare.CopyFrom(request)
         bare.ClearField("auth")
         name = type(request).__name__.encode()
-        return self._code("dht", name, request.auth.nonce, bare.SerializeToString(deterministic=True))
+        return self._rules.code("dht", name, request.auth.nonce, bare.SerializeToString(deterministic=True))
 
 
 def _is_find(request: Any) -> bool:

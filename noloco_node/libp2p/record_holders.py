@@ -23,7 +23,7 @@ WRITTEN, SEARCHED = 3, 12
 """Nodes that a record is stored with, with which readings take turns, and nodes that a search finds."""
 MORE_EVERY = 12
 """One of so many publications, or readings, goes to more nodes. Records in the DHT outlive the time between two."""
-SEARCH_S, SEARCH_AGAIN_S = 180.0, 5.0  # a search is good for so long; after one, the next waits at least so long
+SEARCH_S, SEARCH_AGAIN_S = 300.0, 5.0  # a search is good for so long; after one, the next waits at least so long
 SEARCH_PAUSES, LONGEST_SEARCH_S = 12, 3600.0
 """While all nodes answer well, a search is good for so many pauses between two uses, and for so long at most."""
 DOUBTED_S, SILENT_S = 600.0, 30.0

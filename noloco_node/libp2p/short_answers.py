@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 NAME_BYTES = 4
-MOST_NAMED = 2048
-"""Versions that a request names, and that an answer looks at."""
-MOST_BYTES = 4 * 1024 * 1024
-"""Of an answer once it is decompressed: hivemind takes no longer message either."""
+MOST_NAMED = 2048  # versions that a request names, and that an answer looks at
+MOST_BYTES, MOST_GROWTH, SMALL_BYTES = 4 * 1024 * 1024, 128, 64 * 1024
+"""Of an answer once it is decompressed: hivemind takes no longer message either. A record of 8 KiB has some 100 bytes
+of signature and peer id that cannot be compressed, so no long honest answer grows more than this.
+"""
 
 
 class Version(NamedTuple):
@@ -37,6 +38,7 @@ def names(versions: Mapping[str, Version], nonce: bytes) -> bytes:
 def shortened(packed: bytes, nonce: bytes, named: bytes) -> bytes:
     """Return the answer with these records, packed as by hivemind, to a request with this nonce and these names."""
     kind, capacity, latest, records = _unpacked(packed)
+    named = named[: MOST_NAMED * NAME_BYTES]
     places = {named[at : at + NAME_BYTES]: at // NAME_BYTES for at in range(0, len(named), NAME_BYTES)}
     held, new = bytearray((len(named) // NAME_BYTES + 7) // 8), []
     for record in records:
@@ -51,10 +53,10 @@ def shortened(packed: bytes, nonce: bytes, named: bytes) -> bytes:
 def restored(answer: bytes, versions: Mapping[str, Version]) -> bytes:
     """Return the records of an answer, packed as by hivemind, to a request that named these versions.
 
-    Raises an error where it is none, or is longer than `MOST_BYTES` once it is decompressed.
+    Raises an error where it is none, or is too long once it is decompressed.
     """
-    inflating = zlib.decompressobj()
-    raw, named = inflating.decompress(answer, MOST_BYTES), _named(versions)
+    inflating, most = zlib.decompressobj(), min(MOST_BYTES, SMALL_BYTES + MOST_GROWTH * len(answer))
+    raw, named = inflating.decompress(answer, most), _named(versions)
     if not inflating.eof:
         raise ValueError("the answer is too long, or cut off")
     bits = (len(named) + 7) // 8

@@ -16,9 +16,8 @@ failed reading the roster stays, and says since when it is old (`Roster.old_sinc
 A stage of more than 64 replicas has shards (`noloco_node.swarm.shards`): a peer writes under the keys of its own, and
 reads a few. Then the roster is a sample, which says how many peers there are (`Roster.sizes`), and no sum of all peers
 is read: the keys of sources and of receipts are left alone. A peer that knows only a sample of its stage publishes its
-record every `RENEWED_S`. A sample is read every `READ_S`, or every `READ_OTHERS_S` where we do not work with the stage;
-one that is too small, whose depth changes, or of which many are gone, is read sooner. Most records of such a stage are
-brief (`noloco_node.swarm.roster.brief`).
+record every `RENEWED_S`. A sample is read every few minutes (`READ_S`), and sooner where it is too small, its depth
+changes, or many of its peers are gone. Most records of such a stage are brief (`noloco_node.swarm.roster.brief`).
 
 A source and a visitor also read the receipts for all sources' samples (`noloco_node.swarm.receipts`). A replica of the
 last stage publishes the receipts that it gives. Both happen every second time.
@@ -80,8 +79,10 @@ REFRESHES = 3
 """Our record outlives this many refreshes, since one or two may be lost on the way."""
 SAMPLE_RENEWALS = 2
 """The same where a roster is a sample: another reading finds the peer again."""
-READ_S, READ_OTHERS_S, VISITOR_READ_S = 180.0, 480.0, 120.0
-"""The longest time between two readings of a sample: of our stage and the next, of another stage, and of a visitor."""
+READ_S, READ_NEXT_S, READ_OWN_S, READ_OTHERS_S, VISITOR_READ_S = 180.0, 127.0, 254.0, 480.0, 120.0
+"""The longest time between two readings of a sample: by a source of its own stage, by which it counts others' work; of
+the next stage, whose newcomers wait for us; of another's own stage; of the rest; and by a visitor.
+"""
 LONGEST_IN_DHT_S = 3600.0
 REFRESHES_PER_RECEIPTS = 2
 """Refreshes between two publications of receipts, and between two readings."""
@@ -344,11 +345,11 @@ class Membership:
         finished = sum(record.state is PeerState.FINISHED for record in believed.values())
         is_enough = len(believed) >= LEAST_IN_SHARD and finished < ENDING * len(believed)
         most_s = VISITOR_READ_S
-        if self._own is not None and stage - self._own.stage in (0, 1):
-            most_s = READ_S
-        elif self._own is not None:
-            # Nobody there is called, so it does not matter who is gone.
-            most_s, gone = READ_OTHERS_S, 0.0
+        if self._own is not None:
+            pauses_s = {self._own.stage: READ_OWN_S if stage else READ_S, self._own.stage + 1: READ_NEXT_S}
+            most_s = pauses_s.get(stage, READ_OTHERS_S)
+            # In other stages nobody is called, so it does not matter there who is gone.
+            gone = gone if stage in pauses_s else 0.0
         self._rhythms[stage].note(shards, now_s, steady=steady and is_enough, gone=gone, most_s=most_s)
 
     async def run(self) -> NoReturn:

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from noloco_node.admission.admission_state import AdmissionState, HeldTicket
 from noloco_node.admission.ticket import MEMBER, Right, encode, encode_list, grant, peer_of, signed_list
 from noloco_node.libp2p.hivemind_compat import (
+    _PLACE_BYTES,
     CallRules,
     DhtNode,
     _Authorizer,
@@ -33,6 +34,7 @@ from noloco_node.libp2p.hivemind_compat import (
     forget_ghosts,
     load_hivemind,
 )
+from noloco_node.libp2p.node_search import MOST_NAMED
 
 SIGNATURES = {
     "p2p.p2p_daemon:P2P.replicate": "daemon_listen_maddr",
@@ -358,6 +360,47 @@ def test_in_a_run_with_an_owner_a_caller_is_answered_by_its_ticket(kind: str, sh
         assert not await noting(request, context)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("kept", [b"", b"value"])
+def test_an_answer_travels_without_what_follows_from_the_rest(kept: bytes) -> None:
+    """Ids of nodes follow from peers whatever the answer says; beside records it names no neighbours."""
+
+    def code(*parts: Any) -> bytes:
+        return hashlib.sha256(repr(parts).encode()).digest()
+
+    load_hivemind()
+    from hivemind.dht.storage import DictionaryDHTValue
+    from hivemind.utils.serializer import MSGPackSerializer
+
+    dictionary = DictionaryDHTValue()
+    dictionary.store("peer", kept, 1e10)
+    value = MSGPackSerializer.dumps(dictionary) if kept else b""
+    peers = [bytes([number]) * 38 for number in range(2 * MOST_NAMED)]
+    authorizer = _Authorizer(CallRules(code))
+    request = inside("proto.dht_pb2:FindRequest")(keys=[b"p" * 20])
+    result = inside("proto.dht_pb2:FindResult")(
+        value=value, nearest_peer_ids=peers, nearest_node_ids=[b"n" * 20] * len(peers)
+    )
+
+    async def main() -> Any:
+        await authorizer.sign_request(request, None)
+        response = inside("proto.dht_pb2:FindResponse")(results=[result])
+        await authorizer.sign_response(response, request)
+        assert not response.results[0].nearest_node_ids
+        assert await authorizer.validate_response(response, request)
+        return response.results[0]
+
+    told = asyncio.run(main())
+    shown = [] if kept else peers[:MOST_NAMED]
+    assert list(told.nearest_peer_ids) == shown
+    assert list(told.nearest_node_ids) == [code("node", peer)[:20] for peer in shown]
+    assert bool(told.value) == bool(kept)
+    assert not kept or dict(MSGPackSerializer.loads(told.value).items())["peer"].value == kept
+
+
+def test_a_place_has_as_many_bytes_as_hivemind_s_id() -> None:
+    assert inside("dht.routing:DHTID").HASH_NBYTES == _PLACE_BYTES
 
 
 @pytest.mark.parametrize(

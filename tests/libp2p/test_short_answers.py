@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
+from random import Random
 from typing import Any
 
 import pytest
@@ -90,10 +91,35 @@ def test_an_answer_that_is_none_is_an_error_that_hivemind_takes_for_silence(
         restored(zlib.compress(raw) if compressed else raw, known)
 
 
-def test_an_answer_that_grows_beyond_the_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(short_answers, "MOST_BYTES", 1000)
-    answer = zlib.compress(packed({"peer": Version(1.8e10, bytes(2000))}))
+@given(st.integers(0, 3_000), st.booleans())
+def test_a_request_that_names_too_many_is_answered_as_far_as_it_is_bounded(more: int, repeats: bool) -> None:
+    known = {str(number): Version(1.8e10, b"") for number in range(3)}
+    padding = bytes(NAME_BYTES) if repeats else b""
+    named = names(known, NONCE) + padding * (MOST_NAMED + more)
+    answer = zlib.decompress(shortened(packed(known), NONCE, named))
+    assert len(answer) <= MOST_NAMED // 8 + len(packed(known))
+
+
+@pytest.mark.parametrize("bound", ["MOST_BYTES", "SMALL_BYTES"])
+def test_an_answer_that_grows_beyond_the_bound_is_refused(bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(short_answers, bound, 1000)
+    monkeypatch.setattr(short_answers, "MOST_GROWTH", 1)
+    answer = shortened(packed({"peer": Version(1.8e10, bytes(2000))}), NONCE, b"")
     with pytest.raises(ValueError, match="too long"):
         restored(answer, {})
+
+
+def test_an_answer_that_was_cut_off_is_refused() -> None:
+    answer = shortened(packed({"peer": Version(1.8e10, b"record")}), NONCE, b"")
     with pytest.raises(ValueError, match="cut off"):
         restored(answer[:-3], {})
+
+
+def test_the_longest_honest_records_are_taken() -> None:
+    """Their contents repeat as far as they can; no signature does."""
+    rng = Random(0)
+    held = {
+        f"{rng.getrandbits(256):064x}"[:52]: Version(1.8e10 + number, rng.randbytes(64) + bytes(8 * 1024 - 64))
+        for number in range(400)
+    }
+    assert unpacked(restored(shortened(packed(held), NONCE, b""), {})) == held

@@ -27,12 +27,22 @@ from noloco_node.run.presets import demo_run_text
 from noloco_node.sim import clock
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
 from noloco_node.sim.network.sim_network import SimNetwork
-from noloco_node.swarm.membership import READ_S, Membership, roster_of, sampled
+from noloco_node.swarm.membership import READ_NEXT_S, READ_OTHERS_S, READ_OWN_S, READ_S, Membership, roster_of, sampled
 from noloco_node.swarm.receipts import IssuedReceipts, ReceiptLedger, RunProgress
 from noloco_node.swarm.roster import NUMBER_BITS, Given, PeerRecord, Roster, brief
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.swarm.run_samples import MOST_PACE, NEARLY_OVER, RunSamples, SampledWork, believed_samples
-from noloco_node.swarm.shards import DEEPEST, FOLLOWED, MOST_IN_SHARD, RENEWED_S, StageSize, written
+from noloco_node.swarm.shards import (
+    DEEPEST,
+    FOLLOWED,
+    LEAST_PAUSE_S,
+    MANY_GONE,
+    MOST_IN_SHARD,
+    PAUSE_GROWTH,
+    RENEWED_S,
+    StageSize,
+    written,
+)
 from noloco_node.swarm.stage_records import Published, decode_record, encode_record, newest
 from noloco_node.tasks import loop_s
 
@@ -133,6 +143,22 @@ async def test_a_stage_grows_into_shards_and_shrinks_back_and_nobody_gets_lost()
     assert not any(roster.is_sample for roster in crowd.rosters)
     for _, task in crowd.members.values():
         task.cancel()
+
+
+@given(st.integers(0, 4), st.integers(0, 4), st.floats(0.0, 1.0))
+async def test_a_sample_is_read_as_often_as_our_work_needs(own: int, stage: int, gone: float) -> None:
+    """The next stage most often, for its newcomers; whoever is gone matters where we call somebody."""
+    membership = Membership(SimNetwork(WEATHER, seed=3).network("me"), "run", 5)
+    membership._own = record("me", own)
+    membership._records = cast(Any, SimpleNamespace(believed=[dict.fromkeys("abcdefghijklmnopqrst", record("a"))] * 5))
+    for number in range(9):
+        membership._note_reading(stage, (), float(number), gone)
+    calm_s = {own: READ_OWN_S if own else READ_S, own + 1: READ_NEXT_S}
+    pause_s = membership._rhythms[stage].pause_s
+    if gone <= MANY_GONE / PAUSE_GROWTH or stage not in calm_s:
+        assert pause_s == calm_s.get(stage, READ_OTHERS_S)
+    else:
+        assert pause_s == LEAST_PAUSE_S
 
 
 @pytest.mark.parametrize("liars", [1, 3])
