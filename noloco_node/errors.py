@@ -55,7 +55,6 @@ NEEDS_A_PERSON = frozenset(
 
 The units in docs/systemd and docker/README.md repeat this list, and a test compares them."""
 
-
 COMPLAINT = "noloco-node: "  # begins what a command says on its way out
 
 

@@ -35,10 +35,8 @@ class LogLevel(StrEnum):
 PRIORITIES = {LogLevel.DEBUG: 7, LogLevel.INFO: 6, LogLevel.WARNING: 4, LogLevel.ERROR: 3}
 """Of syslog, which the systemd journal takes."""
 
-
 DEVICE_VARIABLE = "NOLOCO_DEVICE"
 """Of the environment: the device that each line names, where the nodes of several devices print to one screen."""
-
 
 _LOGGER: ContextVar[logging.Logger | None] = ContextVar("logger", default=None)
 """Takes the lines of a context instead of the terminal: of a thread of ours in a program that is not."""

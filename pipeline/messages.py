@@ -36,7 +36,6 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-
 # Numbers with their least and most value; the decoder of a message refuses others.
 Fraction = Annotated[float, (0.0, 1.0)]
 Seconds = Annotated[float, (0.0, 1e9)]
@@ -128,7 +127,6 @@ class Refused:
 
 Reply = Gradient | Refused
 EvaluationReply = SequenceLosses | Refused
-
 
 BLOCK = 32  # values of one token that share a scale: a quarter of a bit a value, and what a loud channel can spoil
 TOP_BYTES = 2

@@ -17,7 +17,6 @@ from pipeline.decoder_slice import NotSliceableError
 
 Config = Any  # a transformers config; the library has no types
 
-
 LARGEST_NUMBER = 2.0**31  # of a config: no size or scale of a model is larger
 POSITIVE = re.compile(
     r"(.*_)?(size|heads|head|head_dim|hidden_layers|n_layer|embd|d_model|d_ff|dim|dims|theta|base|base_freq|eps|epsilon"

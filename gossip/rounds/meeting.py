@@ -26,15 +26,7 @@ from gossip.interface import Conversation, GossipReplica, MeetingLost, OuterStep
 from gossip.rounds.matching import ASKED_AT_MOST, answer
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, Step
 from gossip.rounds.round_state import Meeting, PendingStep, Prefetch, RoundState, now
-from gossip.rule.outer_step import (
-    DISOWNED,
-    WeightAge,
-    WhoseWeights,
-    clock,
-    last_met_after,
-    staleness,
-    whose_weights_count,
-)
+from gossip.rule import outer_step
 
 NO_WEIGHTS = Weights(fast=(), slow=())
 
@@ -212,16 +204,18 @@ class MeetingProtocol:
         theirs = await swap(conversation, mine)
         check_probe(theirs, mine)
         exchange = _Exchange(conversation, snapshot, optimiser, mine, theirs)
-        partner = WeightAge(theirs.round, theirs.last_met)
-        own_staleness, their_staleness = (staleness(side, clock(own, partner)) for side in (own, partner))
-        whose = whose_weights_count(own, partner, round_state.settings.staleness_at_most)
-        if whose is WhoseWeights.BOTH:
+        partner = outer_step.WeightAge(theirs.round, theirs.last_met)
+        own_staleness, their_staleness = (
+            outer_step.staleness(side, outer_step.clock(own, partner)) for side in (own, partner)
+        )
+        whose = outer_step.whose_weights_count(own, partner, round_state.settings.staleness_at_most)
+        if whose is outer_step.WhoseWeights.BOTH:
             swapped = await _average(exchange, round_state.prefetch)
-        elif whose is WhoseWeights.MINE:
+        elif whose is outer_step.WhoseWeights.MINE:
             swapped = await _lend(exchange)
         else:
-            swapped = await _adopt(exchange, alike=own.last_met != DISOWNED)
-        adopted = whose is WhoseWeights.THEIRS
+            swapped = await _adopt(exchange, alike=own.last_met != outer_step.DISOWNED)
+        adopted = whose is outer_step.WhoseWeights.THEIRS
         sent, received = size_bytes(mine, swapped.sent), size_bytes(theirs, swapped.came)
 
         async def commit() -> None:
@@ -245,7 +239,7 @@ class MeetingProtocol:
                 bytes_sent=sent,
                 bytes_received=received,
             )
-            last_met = last_met_after(own, partner, adopted=adopted)
+            last_met = outer_step.last_met_after(own, partner, adopted=adopted)
             await self._step(PendingStep(swapped.step, snapshot.inner_steps, event, last_met))
 
         await conclude(conversation, commit, asked=asked)

@@ -66,7 +66,6 @@ class TicketReply:
 
 SCHEMA = Schema({TicketRequest: MessageSpec("TicketRequest"), TicketReply: MessageSpec("TicketReply")})
 
-
 Sign: TypeAlias = Callable[[str, str, Right, int], bytes]
 """Returns a ticket of a run for a peer, with rights until a time (unix seconds); ValueError where it can sign none."""
 

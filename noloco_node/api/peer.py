@@ -208,7 +208,7 @@ class JoinedPeer(Leaves):
             return False
         if self._node.is_over:
             self._node.result()
-        return True
+        return self._node.run_is_over  # not for a node that has left
 
 
 def join(

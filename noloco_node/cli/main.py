@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import gc
 import inspect
+import io
 import select
 import sys
 from collections.abc import Callable
@@ -144,6 +145,8 @@ def _root(
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what no terminal can show ends no command, as on the standard error
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except (UserError, BaseExceptionGroup) as error:

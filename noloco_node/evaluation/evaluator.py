@@ -13,8 +13,10 @@ time; its evaluation follows in the first pause in which the text is there.
 In the same pause the model goes on from its owner's prompts, and its weights are written to the disk if no evaluation
 of this peer had less loss: a pause needs no copy of them in memory.
 
-In a pipeline the peers of stage 0 evaluate, through replicas of the later stages (`routed_losses`). Training does not
-pause for it, and neither weights nor text are kept of it: no peer has the weights of a whole chain.
+In a pipeline the peers of stage 0 evaluate, by forward passes alone along the routes of training (`routed_losses`).
+Senders draw the replicas that each microbatch goes through, so the loss is a mean over chains of replicas, and not that
+of one model. Training does not pause for it, weights change meanwhile, and neither weights nor text are kept of it: no
+peer has the weights of a whole chain.
 
 At the end of a run one more peer evaluates the final weights (`at_the_end`).
 """
@@ -25,22 +27,26 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from noloco_node.data.held_out_text import HeldOutText, Loss, LossSums
+from noloco_node.data.held_out_text import HeldOutText, Loss, LossSums, evaluated_sequences
 from noloco_node.data.token_text import Prompts, Sampling, draw
 from noloco_node.errors import UserError, reason_of
 from noloco_node.journal import events
 from noloco_node.machine.interface import EvaluationHost, Reporter
 from noloco_node.network.wire import is_usable
+from noloco_node.run.config import RunConfig
 from noloco_node.run.peer_state import Evaluation, PeerState
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.tasks import loop_s
+from pipeline.activation_codec import as_microbatch, learnt
+from pipeline.admission_window import EvaluationQuota
+from pipeline.messages import EvaluationReply, Microbatch, Reason, SequenceLosses
 
 EVALUATION = "evaluation"  # the name under which the journal has an evaluation that is left out (`events.Noticed`)
 SAMPLING = Sampling(tokens=64)
@@ -50,6 +56,9 @@ EVALUATORS = 4
 LONGEST_END_S = 300.0
 """The peer that evaluates at the end waits and computes for so long at most. No other peer waits for it."""
 LOOK_S = 1.0
+TRIES = 3  # of a microbatch, each by another route as far as there is one
+MOST_LOSS = 1000.0
+"""Nats a token that a replica may claim: a model that knows nothing has 12 with the largest vocabularies."""
 
 
 def chosen(run_id: str, number: int, peers: Iterable[str], known: float = 1.0) -> str | None:
@@ -137,6 +146,7 @@ class Evaluator:
         self._ours: int | None = None  # the evaluation that we have to make
         self._opening: asyncio.Task[_Material] | None = None
         self._under_way: asyncio.Task[None] | None = None  # our last evaluation beside the training
+        self._trouble = ""  # why the last evaluation was left out, if it was
         self._ended = False  # whether the training is over, so that an evaluation is not left for its end
 
     async def in_pause(self, round: int, step: int, progress: float) -> None:
@@ -207,7 +217,7 @@ class Evaluator:
             best=is_best,
             samples=samples,
         )
-        self.newest = event.evaluation
+        self.newest, self._trouble = event.evaluation, ""
         context.reporter.record(event)
         of = (", of the final weights" * self._ended) + (", a mean over chains of replicas" * context.routed)
         context.reporter.say(f"evaluation {number}{of}: {self.newest}" + ", the least so far" * is_best)
@@ -261,7 +271,9 @@ class Evaluator:
 
     def _leave_out(self, number: int | None, trouble: Exception) -> None:
         why = f"{trouble.what} {trouble.why}" if isinstance(trouble, UserError) else _said(trouble)
-        self._tell(f"evaluation {number} is left out: {why}")
+        if why != self._trouble:  # a text that is too short stays too short
+            self._tell(f"evaluation {number} is left out: {why}")
+        self._trouble = why
 
     async def _loss(self, text: HeldOutText) -> Loss | None:
         """Return the loss on the sample; None if the node leaves meanwhile."""
@@ -325,3 +337,39 @@ async def _end(task: asyncio.Task[Any] | None) -> None:
 
 def _said(error: Exception) -> str:
     return reason_of(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
+def evaluation_quota(run: RunConfig) -> EvaluationQuota:
+    """Return what senders may ask of a stage, by the evaluations that the run file plans."""
+    pipeline, outer, every = run.pipeline, run.outer, run.data.evaluate_every_rounds
+    if not every:
+        return EvaluationQuota()
+    passes = -(-evaluated_sequences(run) // pipeline.microbatch_size)
+    steps = min(outer.inner_steps_per_round, outer.late_inner_steps_per_round or outer.inner_steps_per_round)
+    return EvaluationQuota(passes, every * steps * pipeline.microbatches_per_step)
+
+
+async def routed_losses(
+    run: RunConfig, evaluate: Callable[[Microbatch], Awaitable[EvaluationReply]], tokens: Tensor
+) -> Tensor:
+    """Return the sum of the losses of each sequence of marked tokens [b, s + 1], b no more than a microbatch has.
+
+    Raises ConnectionError if no route leads to the last stage, and ValueError for losses that no model has.
+    """
+    pipeline, count = run.pipeline, len(tokens)
+    if not learnt(tokens[:, 1:]):
+        return torch.zeros(count)  # which no stage takes
+    # A microbatch has one size: the last sequence fills it up.
+    whole = torch.cat([tokens, tokens[-1:].expand(pipeline.microbatch_size - count, -1)])
+    asked = as_microbatch(whole, told=pipeline.subspace is not None, progress=0.0, budget_s=pipeline.budget_s)
+    reason = Reason.NO_ROUTE
+    for _ in range(TRIES):
+        reply = await evaluate(replace(asked, forward_only=True))
+        if isinstance(reply, SequenceLosses):
+            sums = reply.sums[:count]
+            if not bool(((sums >= 0.0) & (sums <= MOST_LOSS * pipeline.sequence_length)).all()):
+                raise ValueError(f"a replica claims a loss of {sums.max():.4g} nats in a sequence")
+            return sums
+        if (reason := reply.reason) in (Reason.QUOTA, Reason.NOT_FINITE):
+            break
+    raise ConnectionRefusedError(f"the stages behind refused it: {reason}")

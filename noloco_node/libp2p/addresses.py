@@ -28,9 +28,7 @@ _ADDRESS_CHARACTERS = 256
 
 _PLACES = msgspec.msgpack.Decoder(list[str])
 
-
 _MOST_KNOWN = 32  # peers whose last place a `KnownPeers` remembers
-
 
 _MEANINGS = {
     "failed to negotiate security protocol": "whoever answers there is no peer: another program, or a proxy in between",

@@ -49,11 +49,9 @@ _NEWS_S = 0.2
 _END_S = 0.05  # between the end of a process's output and its own
 _OUTPUT_BYTES = 1 << 16
 
-
 _PREFIX = "noloco-"
 _MARK = "owner"
 _LONGEST_SOCKET_PATH = 100  # the kernel's limit for the path of a Unix socket is 108 bytes
-
 
 RELAY_TIME_S, RELAY_DATA_BYTES = 24 * 3600, 1 << 40  # what our relays grant each circuit
 _ENOUGH_RELAYS = 4

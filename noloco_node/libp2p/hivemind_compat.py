@@ -394,6 +394,8 @@ class _Authorizer:
     async def validate_request(self, request: Any) -> bool:
         if not hmac.compare_digest(request.auth.signature, self._code_of(request)):
             return False
+        if _is_find(request) and len(request.keys) > 1:
+            return False  # we ask for one key at a time, and an answer costs the holder as much work for each
         if self._admission is None:
             return True
         shown = request.auth.client_access_token

@@ -46,7 +46,6 @@ ASK_S = 12.0  # a peer has so long to answer, its attempts included
 _MOST_PORTS = 2
 _MOST_DIALS = 8  # attempts at the same time, on behalf of all askers
 
-
 _FIND_S = 4.0
 _SEARCHES = 10
 _SEARCH_PAUSE_S = 0.2

@@ -23,13 +23,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.ticket import ID_HEADER, KEY_HEADER
-from noloco_node.errors import storage_error
+from noloco_node.errors import os_errors_as, storage_error
 from noloco_node.network.timeouts import PeerLiveness, TimeoutBounds
 from noloco_node.network.wire import WIRE_VERSION
 from noloco_node.storage import atomic_file
 
 EVERYWHERE = ("/ip4/0.0.0.0/tcp/0",)  # a free TCP port on all interfaces
-
 
 PROOF_BYTES = 32
 _TAG_BYTES = 16
@@ -130,19 +129,14 @@ class RunSecret:
 
 def ensure_identity(path: Path) -> bool:
     """Create the key file unless it is there, and say whether it was; `UserError` when it cannot be used."""
-    try:
+    what = f"The identity of this peer, {path}, cannot be read or written."
+    with os_errors_as(storage_error, what, "choose a home directory on a disk that you may write to"):
         if path.exists():
             _check(path)
             return True
         key = Ed25519PrivateKey.generate()
         atomic_file.write(path, KEY_HEADER + key.private_bytes_raw() + key.public_key().public_bytes_raw())
         return False
-    except OSError as error:
-        raise storage_error(
-            "The identity of this peer cannot be read or written.",
-            why=f"{path}: {error.strerror}",
-            hint="choose a home directory on a disk that you may write to",
-        ) from None
 
 
 def peer_bytes(path: Path) -> bytes | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -57,13 +57,13 @@ def restored(answer: bytes, versions: Mapping[str, Version]) -> bytes:
     """
     inflating, most = zlib.decompressobj(), min(MOST_BYTES, SMALL_BYTES + MOST_GROWTH * len(answer))
     raw, named = inflating.decompress(answer, most), _named(versions)
-    if not inflating.eof:
+    if not inflating.eof or inflating.unused_data:
         raise ValueError("the answer is too long, or cut off")
     bits = (len(named) + 7) // 8
     kind, capacity, latest, records = _unpacked(raw[bits:])
     for place, subkey in enumerate(named):
         if raw[place // 8] >> place % 8 & 1:
-            records.append([subkey, versions[subkey].packed, versions[subkey].expiry])
+            records.append((subkey, versions[subkey].packed, versions[subkey].expiry))
     return _packed(kind, capacity, latest, records)
 
 
@@ -75,12 +75,18 @@ def _name(subkey: str, expiry: float, nonce: bytes) -> bytes:
     return blake2b(msgspec.msgpack.encode((subkey, expiry)), key=nonce, digest_size=NAME_BYTES).digest()
 
 
-def _unpacked(packed: bytes) -> tuple[int, float, float, list[list[Any]]]:
-    """Return the extension type, the capacity, the latest expiry and the records of a packed dictionary."""
+_Record = tuple[str, bytes, float]
+
+
+def _unpacked(packed: bytes) -> tuple[int, float, float, list[_Record]]:
+    """Return the extension type, the capacity, the latest expiry and the records of a packed dictionary.
+
+    Records of this type alone are decoded: millions of empty lists take a hundred times the memory of their bytes.
+    """
     dictionary = msgspec.msgpack.decode(packed, type=msgspec.msgpack.Ext)
-    capacity, latest, records = msgspec.msgpack.decode(dictionary.data)
+    capacity, latest, records = msgspec.msgpack.decode(dictionary.data, type=tuple[int | float, float, list[_Record]])
     return dictionary.code, capacity, latest, records
 
 
-def _packed(kind: int, capacity: float, latest: float, records: list[list[Any]]) -> bytes:
+def _packed(kind: int, capacity: float, latest: float, records: list[_Record]) -> bytes:
     return msgspec.msgpack.encode(msgspec.msgpack.Ext(kind, msgspec.msgpack.encode((capacity, latest, records))))

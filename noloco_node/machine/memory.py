@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-
 _USABLE = 0.8
 """Of the memory that is free. A plan counts tensors; the rest is for what it does not know: the gaps between an
 allocator's blocks, the workspaces of libraries, what other programs take meanwhile."""

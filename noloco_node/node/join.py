@@ -38,18 +38,8 @@ from noloco_node.node.node_context import NodeContext, StageRequest
 from noloco_node.node.stage_claim import build_stage, claim_stage
 from noloco_node.run.peer_state import AT_WORK, PeerState, Wait, WaitCause
 from noloco_node.run.protocols import moment_sizes
+from noloco_node.state_sync import download as downloads
 from noloco_node.state_sync import starting_state as starting
-from noloco_node.state_sync.download import (
-    COPY_AGAIN_S,
-    SNAPSHOT,
-    DownloadLink,
-    ProgressLine,
-    StateDownload,
-    WeightsOf,
-    ask_manifests,
-    copying_s,
-    waiting_line,
-)
 from noloco_node.state_sync.starting_state import FailedSnapshots, SnapshotTrial, StartingState, from_donor
 from noloco_node.state_sync.weight_exchange import TOKENIZER_TOPIC, WeightDownload
 from noloco_node.storage.checkpoint import Checkpoint, Counters
@@ -112,7 +102,7 @@ class _StateSearch:
         self._membership, self._network = context.membership, context.network
         self._saved_round = saved.counters.round if saved is not None else None
         self._since_unix_s = context.host.unix_time()
-        self._download: StateDownload | None = None
+        self._download: downloads.StateDownload | None = None
 
     async def run(self) -> StartingState:
         """Put the first state into the stage, and return it."""
@@ -128,7 +118,7 @@ class _StateSearch:
         tokenizer = self._context.host.tokenizer
         while tokenizer is not None and not await self._fetch_tokenizer(tokenizer):
             self._say(f"waiting for the tokenizer of the run: nobody reached has it; {_ASKING_AGAIN}")
-            await self._wait_for(WaitCause.TOKENIZER, COPY_AGAIN_S)
+            await self._wait_for(WaitCause.TOKENIZER, downloads.COPY_AGAIN_S)
         weights = self._context.host.first_weights
         if weights is not None and weights.frozen:
             while not await self._put_first_weights(weights):
@@ -149,7 +139,7 @@ class _StateSearch:
                 case state_source.LookAgain(seconds, for_replica):
                     if for_replica:
                         now_unix_s = self._context.host.unix_time()
-                        self._say(waiting_line(self._number, self._since_unix_s, now_unix_s, seconds))
+                        self._say(downloads.waiting_line(self._number, self._since_unix_s, now_unix_s, seconds))
                     await self._wait_for(WaitCause.STATE if for_replica else None, seconds)
                     outcome = None
             if isinstance(outcome, StartingState):
@@ -185,7 +175,7 @@ class _StateSearch:
 
         Raises `UserError` if the disk refuses, or the weights are not this model's.
         """
-        store, job, line = weights.store, self._device.beside, ProgressLine(self._context.reporter)
+        store, job, line = weights.store, self._device.beside, downloads.ProgressLine(self._context.reporter)
 
         def tell(here: int, count: int) -> None:
             what = f"{format_bytes(here * PIECE_BYTES)} of {format_bytes(count * PIECE_BYTES)} ({here / count:.0%})"
@@ -213,7 +203,7 @@ class _StateSearch:
             "waiting for the weights that the run starts from: nobody reached has all of stage"
             f" {self._number}'s; {_ASKING_AGAIN}"
         )
-        await self._wait_for(WaitCause.WEIGHTS, COPY_AGAIN_S)
+        await self._wait_for(WaitCause.WEIGHTS, downloads.COPY_AGAIN_S)
 
     async def _fetch_tokenizer(self, store: WeightStore) -> bool:
         """Fetch the files of the run's tokenizer; return False if one is missing."""
@@ -284,15 +274,17 @@ class _StateSearch:
         await self._device.run(self._download.discard)
         return starting_state
 
-    def _new_download(self) -> StateDownload:
+    def _new_download(self) -> downloads.StateDownload:
         options, weight_bytes = self._options, 4 * sum(map(prod, self._stage.shapes))
-        deadline_s = copying_s(weight_bytes, options.slowest_bytes_per_s) if options.deadlines else math.inf
-        line = DownloadLink(self._network, self._device, deadline_s)
+        deadline_s = downloads.copying_s(weight_bytes, options.slowest_bytes_per_s) if options.deadlines else math.inf
+        line = downloads.DownloadLink(self._network, self._device, deadline_s)
         keep = self._context.host.partial_download(self._number)
         inner = self._context.run.inner
         moments = MomentBounds(moment_ratio(inner.beta1, inner.beta2), inner.clip_norm, magnitudes)
         sizes = moment_sizes(self._context.run, self._stage.shapes)
-        return StateDownload(self._number, self._stage, line, self._context.reporter, keep, self._saved, moments, sizes)
+        return downloads.StateDownload(
+            self._number, self._stage, line, self._context.reporter, keep, self._saved, moments, sizes
+        )
 
     async def _from_snapshot(self, attempt: int) -> StartingState | state_source.SnapshotNotFound:
         """Revive a stage without replicas from a snapshot. `attempt`: from 0."""
@@ -301,8 +293,8 @@ class _StateSearch:
         others = [each for records in roster.stages for each in records if each.peer != me and each.state in AT_WORK]
         if attempt == 0:
             self._say(f"no replica of stage {number} lives: asking {len(asked)} peers for a snapshot of it")
-        subject = WeightsOf(number, tuple(tuple(shape) for shape in self._stage.shapes), SNAPSHOT)
-        replies = await ask_manifests(self._network, asked, subject)
+        subject = downloads.WeightsOf(number, tuple(tuple(shape) for shape in self._stage.shapes), downloads.SNAPSHOT)
+        replies = await downloads.ask_manifests(self._network, asked, subject)
         offers, run = replies.offers, starting.reached(self._membership.roster)
         believed_donors = starting.donors(self._saved_round, offers, run)
         order = untried(self._failed, believed_donors, self._saved_round, self._context.dimensions.vocabulary)
@@ -314,7 +306,7 @@ class _StateSearch:
             givers.append(peer)
             return await believed(peer, manifest)
 
-        wanted = subject.wanted(copying_s(subject.weight_bytes, self._options.slowest_bytes_per_s))
+        wanted = subject.wanted(downloads.copying_s(subject.weight_bytes, self._options.slowest_bytes_per_s))
         wanted = replace(wanted, objection=objection)
         try:
             state = await download_state(order, subject.converse(self._network), wanted, self._device.run)
@@ -351,8 +343,8 @@ class _StateSearch:
 
 
 _ASKING_AGAIN = (
-    f"asking again in {COPY_AGAIN_S:.0f} s. Whoever has the checkpoint gives --weights DIR to noloco-node bootstrap, or"
-    " to join"
+    f"asking again in {downloads.COPY_AGAIN_S:.0f} s. Whoever has the checkpoint gives --weights DIR to noloco-node"
+    " bootstrap, or to join"
 )
 
 

@@ -26,16 +26,7 @@ from noloco_node.network.bans import BanHook
 from noloco_node.network.calls import HookedNetwork
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.timeouts import DialTimeouts
-from noloco_node.node.assignment import (
-    AskedToLeave,
-    Assignment,
-    AssignmentEnd,
-    MoveTo,
-    NodeServices,
-    RetrySnapshot,
-    RunOver,
-    violations_journalled,
-)
+from noloco_node.node import assignment as assignments
 from noloco_node.node.health import HealthMonitor
 from noloco_node.node.join import Start, join
 from noloco_node.node.node_context import NodeContext, NodeOptions, StageRequest
@@ -90,7 +81,7 @@ class Node:
             reporter=reporter,
             options=options,
         )
-        self._services = NodeServices(
+        self._services = assignments.NodeServices(
             work=StageWork(run, network.peer_id, membership, host.open_text, reporter),
             writer=CheckpointWriter(
                 host.save,
@@ -108,7 +99,7 @@ class Node:
             tuple(tuple(shapes.values()) for shapes in dimensions.shapes),
             None if context.keeps_snapshots else lambda size: copying_s(size, options.slowest_bytes_per_s),
         )
-        self.assignment: Assignment | None = None  # our assignment; None on the way to a stage
+        self.assignment: assignments.Assignment | None = None  # our assignment; None on the way to a stage
         self._addresses: tuple[str, ...] = ()
         self._unfit: set[int] = set()
         self._failed: dict[int, FailedSnapshots] = {}  # snapshots that proved worthless, by stage
@@ -140,7 +131,7 @@ class Node:
         health = supervised("the watch over this node", self._services.health.run, context.warn)
         async with background(context.membership.run()), background(health):
             await network.serve(run_distribution.TOPIC, run_distribution.SCHEMA, context.run_file.serve)
-            answer = violations_journalled(record, speed_test.TOPIC, speed_test.SpeedTestService().answer)
+            answer = assignments.violations_journalled(record, speed_test.TOPIC, speed_test.SpeedTestService().answer)
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, answer)
             await self._serve_checkpoint()
             record(events.StateChanged(state=PeerState.JOINING))
@@ -177,12 +168,12 @@ class Node:
         end = await self._serve_stage(start, leave, moves=0)
         while end is not None:
             match end.ending:
-                case RunOver() | AskedToLeave():
+                case assignments.RunOver() | assignments.AskedToLeave():
                     return end.saved
-                case RetrySnapshot(stage, trial, loss):
+                case assignments.RetrySnapshot(stage, trial, loss):
                     self._failed[stage] = self._failed.get(stage, NONE_FAILED).with_one(trial, loss)
                     arriving = self._arrive(StageRequest(stage, end.device_s, self._failed[stage]), leave)
-                case MoveTo(move):
+                case assignments.MoveTo(move):
                     arriving = self._move(move, end.device_s, leave)
             gc.collect()  # two stages at once may not fit, and the parts of a replica refer to each other
             following = await self._serve_stage(arriving, leave, end.moves)
@@ -194,23 +185,23 @@ class Node:
 
     async def _serve_stage(
         self, joining: Awaitable[Start | None], leave: asyncio.Event, moves: int
-    ) -> AssignmentEnd | None:
+    ) -> assignments.AssignmentEnd | None:
         """Serve the stage that joining yields until the assignment ends; None if we are asked to leave before."""
         assignment = self.assignment = await self._begin(joining, moves)
         if assignment is None:
             return None
         end = await assignment.run(leave)
-        if isinstance(end.ending, MoveTo | RetrySnapshot):
+        if isinstance(end.ending, assignments.MoveTo | assignments.RetrySnapshot):
             self.assignment = None
         return end
 
-    async def _begin(self, joining: Awaitable[Start | None], moves: int) -> Assignment | None:
+    async def _begin(self, joining: Awaitable[Start | None], moves: int) -> assignments.Assignment | None:
         # `start` holds copies of weights that the replica will replace: nothing else may keep it.
         start = await joining
         if start is None:
             return None
         await self._snapshots.begin(start.number)
-        return Assignment(self._context, self._services, start, self._addresses, moves, self._unfit)
+        return assignments.Assignment(self._context, self._services, start, self._addresses, moves, self._unfit)
 
     async def _arrive(self, request: StageRequest, leave: asyncio.Event) -> Start | None:
         """Join a stage as a node that has served one; None once we are asked to leave."""

@@ -23,7 +23,7 @@ from gossip.rule.outer_step import Tensors
 from gossip.settings import RoundTimeouts
 from gossip.transfer.chunks import HeldCopy
 from noloco_node import __version__
-from noloco_node.evaluation.routed_losses import evaluation_quota, routed_losses
+from noloco_node.evaluation.evaluator import evaluation_quota, routed_losses
 from noloco_node.journal import events
 from noloco_node.machine.device import WatchedDevice
 from noloco_node.machine.interface import StageModel

@@ -9,21 +9,9 @@ from itertools import chain
 import msgspec
 
 from noloco_node.journal import events
+from noloco_node.observe import swarm_view as views
 from noloco_node.observe.bottleneck import wait_words
 from noloco_node.observe.peer_history import PeerHistory
-from noloco_node.observe.swarm_view import (
-    ALL_ROUTES,
-    COMPUTING,
-    MOST_CHANGES,
-    SETTLED_STEPS,
-    Change,
-    Course,
-    PeerView,
-    Route,
-    RunTotals,
-    SwarmView,
-    swarm_view,
-)
 from noloco_node.run.config import RunConfig
 from noloco_node.run.peer_state import PeerState
 
@@ -33,13 +21,13 @@ class JournalObserver:
 
     def __init__(self, name: str, histories: Sequence[PeerHistory], run: RunConfig | None) -> None:
         self._name, self.histories, self._run = name, list(histories), run
-        self._changes: deque[Change] = deque(maxlen=MOST_CHANGES)
-        self._course = Course()
+        self._changes: deque[views.Change] = deque(maxlen=views.MOST_CHANGES)
+        self._course = views.Course()
 
     def take(self, history: PeerHistory, event: events.Event) -> None:
         text = change_text(event)
         if text is not None:
-            self._changes.append(Change(at=event.at, name=history.name, text=text))
+            self._changes.append(views.Change(at=event.at, name=history.name, text=text))
         history.take(event)
 
     def note(self, history: PeerHistory, text: str, at: float) -> None:
@@ -49,9 +37,9 @@ class JournalObserver:
 
     def tell(self, name: str, text: str, at: float) -> None:
         """Add a change that is in no journal."""
-        self._changes.append(Change(at=at, name=name, text=text))
+        self._changes.append(views.Change(at=at, name=name, text=text))
 
-    def view(self, now: float) -> SwarmView:
+    def view(self, now: float) -> views.SwarmView:
         """Return the swarm as of `now` (unix seconds)."""
         sources = [history for history in self.histories if history.stage == 0]
         tokens, budget = sum(history.tokens for history in sources), None
@@ -65,21 +53,21 @@ class JournalObserver:
             progress = 1.0  # what was in a partial window is in no inner step
         evaluated = [history.evaluated for history in self.histories if history.evaluated is not None]
         newest = max(evaluated, key=lambda each: each.at, default=None)
-        totals = RunTotals(
+        totals = views.RunTotals(
             name=self._name,
             progress=progress,
             tokens=tokens,
             budget_tokens=budget,
             tokens_per_s=sum(history.tokens_per_s(now) for history in sources),
             held_out=None if newest is None else newest.loss,
-            routes_told=ALL_ROUTES,
-            busy_name=COMPUTING,
+            routes_told=views.ALL_ROUTES,
+            busy_name=views.COMPUTING,
         )
         names = {history.peer: history.name for history in self.histories if history.peer}
         signed = self._signed()
         peers = [_with_receipts(peer_view(history, names, now), signed) for history in self.histories]
         stages = self._run.pipeline.stages if self._run else 1 + max((each.stage for each in self.histories), default=0)
-        return swarm_view(
+        return views.swarm_view(
             totals,
             stages,
             peers,
@@ -100,13 +88,13 @@ class JournalObserver:
         return signed
 
 
-def routes(history: PeerHistory) -> Iterator[Route]:
+def routes(history: PeerHistory) -> Iterator[views.Route]:
     if history.is_there:
         origin = history.peer or history.name
-        yield from (Route(origin=origin, target=target, per_s=per_s) for target, per_s in history.routes.items())
+        yield from (views.Route(origin=origin, target=target, per_s=per_s) for target, per_s in history.routes.items())
 
 
-def peer_view(history: PeerHistory, names: Mapping[str, str], now: float) -> PeerView:
+def peer_view(history: PeerHistory, names: Mapping[str, str], now: float) -> views.PeerView:
     """Return the view of a peer. `names`: of other peers, by id."""
     state = str(history.state or (PeerState.TRAINING if history.steps else "starting"))
     left = history.gone if history.finished in (None, events.RUN_OVER) else history.finished
@@ -117,7 +105,7 @@ def peer_view(history: PeerHistory, names: Mapping[str, str], now: float) -> Pee
     given = history.contribution
     wait = history.waiting if history.gone is None else None
     partner = history.partner and names.get(history.partner, history.partner[-8:])
-    return PeerView(
+    return views.PeerView(
         peer=history.peer or history.name,
         name=history.name,
         stage=history.stage,
@@ -134,7 +122,7 @@ def peer_view(history: PeerHistory, names: Mapping[str, str], now: float) -> Pee
         cause=None if wait is None else wait.cause,
         since=None if wait is None else history.since - (wait.seconds or 0.0),
         met=history.partner,
-        settled=history.session_steps >= SETTLED_STEPS,
+        settled=history.session_steps >= views.SETTLED_STEPS,
         tokens=history.tokens,
         there_s=None if given is None else given.there_s,
         line_bytes=None if given is None else given.sent_bytes + given.received_bytes,
@@ -144,7 +132,7 @@ def peer_view(history: PeerHistory, names: Mapping[str, str], now: float) -> Pee
     )
 
 
-def _with_receipts(peer: PeerView, signed: Mapping[str, int]) -> PeerView:
+def _with_receipts(peer: views.PeerView, signed: Mapping[str, int]) -> views.PeerView:
     if peer.peer not in signed:
         return peer
     # What was signed for may have been lost on its way back, and is drawn again.

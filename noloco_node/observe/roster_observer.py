@@ -14,21 +14,10 @@ from types import MappingProxyType
 
 import msgspec
 
+from noloco_node.observe import swarm_view as views
 from noloco_node.observe.bottleneck import CAUSES, Cause, wait_words
 from noloco_node.observe.journal_observer import routes
 from noloco_node.observe.peer_history import PeerHistory
-from noloco_node.observe.swarm_view import (
-    MOST_CHANGES,
-    SETTLED_STEPS,
-    Change,
-    Course,
-    PeerView,
-    Route,
-    RunTotals,
-    SwarmView,
-    short,
-    swarm_view,
-)
 from noloco_node.run.config import RunConfig
 from noloco_node.run.peer_state import Evaluation, PeerState
 from noloco_node.swarm.roster import HOP_LETTERS, MOST_HOPS, Given, PeerRecord, Roster, SourceProgress, shown_name
@@ -55,14 +44,14 @@ class RosterObserver:
         self._before: dict[str, PeerRecord] | None = None
         self._came: dict[str, int] = {}
         """The inner steps that each peer had taken when it came to train; 0 of peers that trained at our first look."""
-        self._changes: deque[Change] = deque(maxlen=MOST_CHANGES)
-        self._course = Course()
+        self._changes: deque[views.Change] = deque(maxlen=views.MOST_CHANGES)
+        self._course = views.Course()
         self._held_out: float | None = None  # of the newest evaluation that a record tells
         self._evaluated: dict[str, Evaluation] = {}
         """The last evaluation of each peer: a record may be missing for a while, and its evaluation is no news then."""
         self._routes, self._lines = RecordedRoutes(), LineRates()
 
-    def view(self, roster: Roster, at: float, late: Mapping[str, float] = MappingProxyType({})) -> SwarmView:
+    def view(self, roster: Roster, at: float, late: Mapping[str, float] = MappingProxyType({})) -> views.SwarmView:
         """Return the view of a roster that was read just now. `late`: by peer, for how long it has been silent."""
         run = self._run
         records = {record.peer: record for stage in roster.stages for record in stage}
@@ -73,7 +62,7 @@ class RosterObserver:
         if roster.old_since_s is None:
             self._note_changes(records, at, is_sample=roster.is_sample)
         samples = believed_samples(run, roster)
-        totals = RunTotals(
+        totals = views.RunTotals(
             name=run.name,
             run_id=self._run_id,
             progress=min(1.0, samples / run.budget_samples),
@@ -93,9 +82,9 @@ class RosterObserver:
         ]
         routes = self._all_routes(roster, at)
         sizes = [roster.size(number) for number in range(len(roster.stages))] if roster.is_sample else ()
-        return swarm_view(totals, len(roster.stages), peers, self._changes, self._course, at, routes, sizes=sizes)
+        return views.swarm_view(totals, len(roster.stages), peers, self._changes, self._course, at, routes, sizes=sizes)
 
-    def _all_routes(self, roster: Roster, at: float) -> tuple[Route, ...]:
+    def _all_routes(self, roster: Roster, at: float) -> tuple[views.Route, ...]:
         """Return the routes in records, and ours from our own history."""
         told, own = self._routes.take(roster.stages, at), self._own
         if own is None or own.peer is None:
@@ -120,7 +109,7 @@ class RosterObserver:
 
     def _peer_view(
         self, record: PeerRecord, at: float, silent_s: float | None, source: SourceProgress | None
-    ) -> PeerView:
+    ) -> views.PeerView:
         wait = record.waiting[0] if record.waiting and silent_s is None else None
         waits, since_s, cause = SILENT if silent_s is not None else None, silent_s, None
         if wait is not None:
@@ -133,14 +122,14 @@ class RosterObserver:
         busy = speed / self._run.pipeline.microbatch_tokens * record.device_s
         given = record.given or NOTHING
         claimed = None if source is None else self._tokens(source.claimed)
-        view = PeerView(
+        view = views.PeerView(
             peer=record.peer,
             name=called(record),
             stage=record.stage,
             state=str(record.state),
             inner_steps=record.inner_steps,
             round=record.round,
-            partner=None if record.partner is None else short(record.partner),
+            partner=None if record.partner is None else views.short(record.partner),
             tokens_per_s=speed,
             busy=min(1.0, busy) if busy > 0.0 or idle else None,
             loss=record.loss,
@@ -152,7 +141,7 @@ class RosterObserver:
             tokens_claimed=claimed,
             tokens_signed=None if source is None else self._tokens(source.signed),
             met=record.partner,
-            settled=record.inner_steps >= self._came.get(record.peer, 0) + SETTLED_STEPS,
+            settled=record.inner_steps >= self._came.get(record.peer, 0) + views.SETTLED_STEPS,
             tokens=max(given.tokens, claimed or 0),
             there_s=float(given.seconds),
             line_bytes=given.sent_bytes + given.received_bytes,
@@ -173,7 +162,7 @@ class RosterObserver:
 
     def tell(self, name: str, text: str, at: float) -> None:
         """Add a change that no record tells."""
-        self._changes.append(Change(at=at, name=name, text=text))
+        self._changes.append(views.Change(at=at, name=name, text=text))
 
     def _note_changes(self, records: dict[str, PeerRecord], at: float, *, is_sample: bool) -> None:
         """Note what is new. A sample does not tell which peers came or are gone."""
@@ -190,11 +179,11 @@ class RosterObserver:
                 continue
             text = _change(before.get(peer), record)
             if text is not None:
-                self._changes.append(Change(at=at, name=called(record), text=text))
+                self._changes.append(views.Change(at=at, name=called(record), text=text))
         for peer in () if is_sample else before.keys() - records.keys():
             last = before[peer]
             how = "left after the run" if last.state is PeerState.FINISHED else f"is gone from stage {last.stage}"
-            self._changes.append(Change(at=at, name=called(last), text=how))
+            self._changes.append(views.Change(at=at, name=called(last), text=how))
 
     def _note_evaluations(self, records: Mapping[str, PeerRecord], at: float, *, are_news: bool) -> None:
         """Note the evaluations that are new; our own peer's are told from its journal (`ServedViews`)."""
@@ -208,7 +197,7 @@ class RosterObserver:
             self._evaluated.pop(peer, None)
             self._evaluated[peer] = evaluation
             if are_news and (self._own is None or self._own.peer != peer):
-                self._changes.append(Change(at=at, name=called(records[peer]), text=str(evaluation)))
+                self._changes.append(views.Change(at=at, name=called(records[peer]), text=str(evaluation)))
         while len(self._evaluated) > MOST_EVALUATED:
             del self._evaluated[next(iter(self._evaluated))]
 
@@ -250,9 +239,9 @@ class RecordedRoutes:
     """
 
     def __init__(self) -> None:
-        self._told: dict[tuple[str, str], tuple[Route, float]] = {}
+        self._told: dict[tuple[str, str], tuple[views.Route, float]] = {}
 
-    def take(self, stages: Sequence[Iterable[PeerRecord]], at: float) -> tuple[Route, ...]:
+    def take(self, stages: Sequence[Iterable[PeerRecord]], at: float) -> tuple[views.Route, ...]:
         """Note the records of all stages as of `at` (unix seconds); return the routes of the last minute."""
         there = [{record.peer: record for record in stage} for stage in stages]
         for here, below in pairwise(there):
@@ -262,7 +251,7 @@ class RecordedRoutes:
                 for letters, per_minute in record.hops[:MOST_HOPS]:
                     target = called.get(letters)
                     if target is not None and 0 < per_minute <= MOST_PER_MINUTE:
-                        route = Route(origin=record.peer, target=target, per_s=per_minute / 60)
+                        route = views.Route(origin=record.peer, target=target, per_s=per_minute / 60)
                         self._told[record.peer, target] = (route, at)
         present = set().union(*there)
         self._told = {
@@ -275,7 +264,7 @@ class RecordedRoutes:
 
 def called(record: PeerRecord) -> str:
     """Return a peer's short id and the name that it gives itself."""
-    return f"{short(record.peer)} {shown_name(record.name)}".rstrip()
+    return f"{views.short(record.peer)} {shown_name(record.name)}".rstrip()
 
 
 def _change(before: PeerRecord | None, now: PeerRecord) -> str | None:

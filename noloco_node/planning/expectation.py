@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import isclose, prod, sqrt
+from math import isclose, log, prod, sqrt
 from pathlib import Path
+from typing import NamedTuple
 
 from msgspec import structs
 
 from noloco_node.data.held_out_text import FORWARD_PASSES, evaluated_sequences
 from noloco_node.planning import throughput
 from noloco_node.planning.bandwidth import hop_bytes, round_bytes
-from noloco_node.planning.method_map import on_such_lines
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.planning.plan import LEAST_ROUNDS, mean_steps_per_round, rounds_of
 from noloco_node.planning.plan_text import fitted, in_phases
@@ -23,6 +23,9 @@ from pipeline.admission_window import MOST_IN_FLIGHT
 
 TOKENS_A_PARAMETER = 20
 EVALUATIONS = 100  # of a run on held-out text
+FAR = 4.0
+"""Times as many or as few sends of its weights as on any line of the map, and a run's lines are unlike all of them.
+Beyond so many times the map's replicas, a run is unlike them too."""
 IDLE = 0.5  # less of their time at work than this, and a plan leaves devices idle
 
 
@@ -266,3 +269,71 @@ def _remedy(bound: str) -> str:
     if "in flight" in bound:
         return f"{MOST_IN_FLIGHT} microbatches in flight are few for so long a way: fewer stages or larger ones help."
     return "The windows are too short for so long a way: more microbatches_per_step or fewer stages help."
+
+
+class Versus(NamedTuple):
+    """A mean over all replicas beside gossip, at the map's places of one kind of line.
+
+    `least` and `most`: its time to the same loss, over gossip's. `better` and `worse`: the places at which gossip has
+    the lower or the higher loss by more than two standard errors.
+    """
+
+    least: float
+    most: float
+    better: int
+    worse: int
+
+
+class MapLine(NamedTuple):
+    """One kind of line on the map, with so many replicas.
+
+    `sends`: of a replica's weights that fit into a run. `places`: compared there.
+    """
+
+    replicas: int
+    sends: int
+    places: int
+    barrier: Versus
+    nobody_waits: Versus
+
+
+MAP = (
+    # What a planner needs of the laboratory's map (research/map.md); a test compares it with the map's record.
+    MapLine(4, 2700, 12, Versus(0.87, 1.04, 0, 1), Versus(0.85, 1.17, 2, 0)),
+    MapLine(4, 270, 12, Versus(0.97, 1.20, 3, 0), Versus(0.87, 1.13, 2, 0)),
+    MapLine(4, 54, 12, Versus(1.26, 1.55, 12, 0), Versus(0.97, 1.14, 1, 0)),
+    MapLine(4, 13, 12, Versus(1.91, 2.70, 12, 0), Versus(0.94, 1.21, 1, 0)),
+    MapLine(16, 2700, 6, Versus(0.69, 1.26, 0, 5), Versus(0.90, 1.03, 0, 2)),
+    MapLine(16, 54, 6, Versus(1.31, 2.20, 6, 0), Versus(1.10, 1.48, 5, 0)),
+    MapLine(16, 13, 6, Versus(1.61, 6.52, 6, 0), Versus(1.03, 1.56, 5, 0)),
+)
+
+
+def on_such_lines(sends: float, replicas: int) -> str:
+    """Say how a mean over so many replicas compares with gossip where each could send its weights so many times.
+
+    That number, in the code of a round and while the run lasts, is what lines of the map and of a run are compared by.
+    The map's number of replicas that is nearest to the run's decides where to look.
+    """
+    near = min(MAP, key=lambda line: (_distance(replicas, line.replicas), _distance(sends, line.sends)))
+    barrier, late = near.barrier, near.nobody_waits
+    unlike = [
+        f", and {what} unlike all of the map's"
+        for what, distance in (
+            ("these lines are", _distance(sends, near.sends)),
+            (f"{replicas:,} replicas are", _distance(replicas, near.replicas)),
+        )
+        if distance > log(FAR)
+    ]
+    return (
+        f"Gossip or a mean over all replicas: a line could carry a replica's weights {sends:,.0f} times "
+        f"in this run. Where it could {near.sends:,} times, a mean with a barrier needed {barrier.least:.2f} to "
+        f"{barrier.most:.2f} times as long as gossip for the same loss, a mean for which no machine waits "
+        f"{late.least:.2f} to {late.most:.2f} times. Of {near.places} conditions gossip was clearly better in "
+        f"{barrier.better} and {late.better}, clearly worse in {barrier.worse} and {late.worse} (research/map.md: tiny "
+        f"models, {near.replicas} whole replicas{''.join(unlike)})."
+    )
+
+
+def _distance(one: float, other: float) -> float:
+    return abs(log(one / other))

@@ -278,14 +278,11 @@ def check_hub_weights(model: ModelConfig, layout: ModelLayout) -> None:
 
     try:
         files = get_safetensors_metadata(model.hub, revision=model.commit).files_metadata.values()
-    except OSError:
-        return  # what is there already needs no network
-    except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
-        raise unfit(model.hub, error) from error
-    try:
         found = {name: (tensor.dtype, tensor.shape) for file in files for name, tensor in file.tensors.items()}
         check_tensors(layout.prepared, layout.checkpoint, found)
-    except ValueError as error:
+    except OSError:
+        return  # what is there already needs no network
+    except (NotASafetensorsRepoError, SafetensorsParsingError, ValueError) as error:
         raise unfit(model.hub, error) from error
 
 

@@ -45,7 +45,6 @@ CODING_FLOPS = 10_000.0
 """Of a value coded or decoded, where its code has fewer than 16 bits. On a CPU it takes some 7 ns, worth 300 in a
 matrix product; on a GPU some 160 bytes of memory move, an estimate, whose time is worth far more."""
 
-
 BUS_BYTES_PER_S = 8e9
 """Each way at once between main memory and a GPU: an estimate, two thirds of what PCIe 3.0 with 16 lanes carries."""
 WAITING = 0.32

@@ -15,27 +15,14 @@ import msgspec
 
 from gossip.rule.stability import MOST, stability_bound, weighed_stability_bound
 from gossip.settings import OuterConfig
-from noloco_node.run.config import (
-    LARGEST_TOKENIZER_BYTES,
-    NO_ADAPTER,
-    TOKENIZER_FILES,
-    TRAVELLING,
-    AdapterConfig,
-    AdmissionConfig,
-    DataConfig,
-    InnerConfig,
-    ModelConfig,
-    PipelineConfig,
-    RunConfig,
-    SourceConfig,
-)
+from noloco_node.run import config
 from noloco_node.run.fields import Problem, out_of_bounds, within
 from noloco_node.storage.weight_store import WeightFile
 from pipeline.messages import check_width
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 WEIGHT_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors")
-_TOKENIZER_FILE = re.compile("|".join(map(re.escape, TOKENIZER_FILES)))
+_TOKENIZER_FILE = re.compile("|".join(map(re.escape, config.TOKENIZER_FILES)))
 _AS_INIT_WRITES = "as `noloco_node.init` writes it"
 _MOST_PARAMETERS = 4096  # of a foreign module: one entry of the run file each
 _LAYER = re.compile(r"[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64}){0,7}")
@@ -61,9 +48,9 @@ _LARGEST_SIZE = {
 """Largest value of the sizes that memory grows with, under the names that families give them."""
 
 
-def problems(run: RunConfig) -> Iterator[Problem]:
+def problems(run: config.RunConfig) -> Iterator[Problem]:
     """Yield every number outside the bounds of its type; where there is none, every other broken rule, in order."""
-    outside = list(out_of_bounds(msgspec.to_builtins(run), RunConfig))
+    outside = list(out_of_bounds(msgspec.to_builtins(run), config.RunConfig))
     if outside:
         yield from outside
         return
@@ -89,13 +76,13 @@ def _wrong(section: str, fields: Any, name: str, why: str, hint: str) -> Problem
     return Problem(f"{section}.{name}", repr(getattr(fields, name)), why, hint)
 
 
-def _adapter(adapter: AdapterConfig, model: ModelConfig) -> Iterator[Problem]:
+def _adapter(adapter: config.AdapterConfig, model: config.ModelConfig) -> Iterator[Problem]:
     wrong = partial(_wrong, "adapter", adapter)
     if model.frozen_files and not (adapter.is_trained and model.weights):
         why = "they are files of model.weights as adapters are trained over it"
         yield Problem("model.frozen_files", "given", why, "leave them out")
     if not adapter.is_trained:
-        if adapter != NO_ADAPTER:
+        if adapter != config.NO_ADAPTER:
             yield wrong("rank", "without a rank there is no adapter", "16, for example")
         return
     for each in model.frozen_files:
@@ -117,7 +104,7 @@ def _adapter(adapter: AdapterConfig, model: ModelConfig) -> Iterator[Problem]:
             yield Problem(f"adapter.targets.{number}", repr(target), "it is no name of a layer", hint)
 
 
-def _admission(admission: AdmissionConfig) -> Iterator[Problem]:
+def _admission(admission: config.AdmissionConfig) -> Iterator[Problem]:
     wrong = partial(_wrong, "admission", admission)
     if admission.owner is None and admission.rule != "open":
         why = "without an owner nobody could sign the tickets"
@@ -128,7 +115,7 @@ def _admission(admission: AdmissionConfig) -> Iterator[Problem]:
         yield wrong("owner", "it is no public key", hint)
 
 
-def layers_of(model: ModelConfig) -> int | None:
+def layers_of(model: config.ModelConfig) -> int | None:
     """Return the number of layers where the run file itself says it, under the names that families give it."""
     for name in ("num_hidden_layers", "n_layer", "num_layers"):
         if isinstance(model.sizes.get(name), int):
@@ -136,7 +123,7 @@ def layers_of(model: ModelConfig) -> int | None:
     return None
 
 
-def _model(model: ModelConfig) -> Iterator[Problem]:
+def _model(model: config.ModelConfig) -> Iterator[Problem]:
     wrong = partial(_wrong, "model", model)
     given = [name for name in ("architecture", "hub") if getattr(model, name) is not None]
     given += ["foreign_parameters"] * model.is_foreign
@@ -167,7 +154,7 @@ def _model(model: ModelConfig) -> Iterator[Problem]:
         yield from _size(f"model.sizes.{name}", value, _LARGEST_SIZE.get(name, 2**31), depth=0)
 
 
-def _foreign(run: RunConfig) -> Iterator[Problem]:
+def _foreign(run: config.RunConfig) -> Iterator[Problem]:
     """Yield what a run of a foreign module cannot have."""
     model, pipeline = run.model, run.pipeline
     wrong = partial(_wrong, "pipeline", pipeline)
@@ -198,7 +185,7 @@ def _foreign(run: RunConfig) -> Iterator[Problem]:
         yield Problem("model.foreign_parameters", f"of the stages {', '.join(sorted(numbers))}", why, _AS_INIT_WRITES)
 
 
-def _parameters(model: ModelConfig) -> Iterator[Problem]:
+def _parameters(model: config.ModelConfig) -> Iterator[Problem]:
     if not model.weights:
         why = "peers build a foreign module each for itself, and would begin with different weights"
         yield Problem("model.weights", "nothing", why, _AS_INIT_WRITES)
@@ -258,7 +245,7 @@ def _size(field: str, value: Any, largest: int, depth: int) -> Iterator[Problem]
         yield Problem(field, type(value).__name__, "a config of transformers holds no such value", "a number or a text")
 
 
-def _pipeline(pipeline: PipelineConfig, layers: int | None) -> Iterator[Problem]:
+def _pipeline(pipeline: config.PipelineConfig, layers: int | None) -> Iterator[Problem]:
     wrong = partial(_wrong, "pipeline", pipeline)
     if layers is not None and pipeline.stages > layers:
         why = f"the model has {layers} layers and every stage needs one"
@@ -275,7 +262,7 @@ def _pipeline(pipeline: PipelineConfig, layers: int | None) -> Iterator[Problem]
         yield wrong("microbatch_size", why, hint)
 
 
-def _width(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Problem]:
+def _width(pipeline: config.PipelineConfig, model: config.ModelConfig) -> Iterator[Problem]:
     """Widths of models that come from elsewhere are known, and checked, when the model is laid out."""
     named = (model.sizes[name] for name in _WIDTHS if isinstance(model.sizes.get(name), int))
     width = model.foreign_width or next(named, None)
@@ -289,7 +276,9 @@ def _width(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Problem]:
         yield Problem("pipeline.codec", repr(pipeline.codec), str(error), '"bfloat16", or another width')
 
 
-def _subspace(pipeline: PipelineConfig, subspace: int, width: int | None, model: ModelConfig) -> Iterator[Problem]:
+def _subspace(
+    pipeline: config.PipelineConfig, subspace: int, width: int | None, model: config.ModelConfig
+) -> Iterator[Problem]:
     wrong = partial(_wrong, "pipeline", pipeline, "subspace")
     if subspace < 1 or (width is not None and subspace >= width):
         why = "nothing would travel" if subspace < 1 else f"it is no smaller than the model's width, {width}"
@@ -312,7 +301,7 @@ def _boundaries(boundaries: tuple[int, ...], stages: int, layers: int | None) ->
         yield wrong(f"the model has {layers} layers, numbered from 0", f"numbers of at most {layers - 1}")
 
 
-def _data(data: DataConfig) -> Iterator[Problem]:
+def _data(data: config.DataConfig) -> Iterator[Problem]:
     for number, each in enumerate(data.mixture):
         yield from _source(each, f"data.mixture.{number}")
     yield from _mixture(data) if data.mixture else _source(data, "data")
@@ -322,7 +311,7 @@ def _data(data: DataConfig) -> Iterator[Problem]:
     yield from _tokenizer(data)
 
 
-def _evaluation(run: RunConfig) -> Iterator[Problem]:
+def _evaluation(run: config.RunConfig) -> Iterator[Problem]:
     wrong = partial(_wrong, "data", run.data, "evaluate_every_rounds")
     if not run.data.evaluate_every_rounds:
         return
@@ -332,8 +321,8 @@ def _evaluation(run: RunConfig) -> Iterator[Problem]:
         yield wrong("data.validation_percent is 0: no text is held out", "0, or 2 percent of the text")
 
 
-def _mixture(data: DataConfig) -> Iterator[Problem]:
-    for name, value in msgspec.structs.asdict(SourceConfig()).items():
+def _mixture(data: config.DataConfig) -> Iterator[Problem]:
+    for name, value in msgspec.structs.asdict(config.SourceConfig()).items():
         if getattr(data, name) != value:
             why = "each source of the mixture has its own"
             yield _wrong("data", data, name, why, "leave it out, and name it under [[data.mixture]]")
@@ -344,7 +333,7 @@ def _mixture(data: DataConfig) -> Iterator[Problem]:
         yield Problem("data.mixture", f"{len(data.mixture)} sources", f"{MOST_SOURCES} are the most", "fewer of them")
 
 
-def _source(data: SourceConfig, section: str) -> Iterator[Problem]:
+def _source(data: config.SourceConfig, section: str) -> Iterator[Problem]:
     wrong = partial(_wrong, section, data)
     if data.source == "stdlib":
         if data.path is not None:
@@ -373,7 +362,7 @@ def _source(data: SourceConfig, section: str) -> Iterator[Problem]:
         yield wrong("completion_field", f"it is {section}.prompt_field as well", "another field")
 
 
-def _tokenizer(data: DataConfig) -> Iterator[Problem]:
+def _tokenizer(data: config.DataConfig) -> Iterator[Problem]:
     wrong, commit = partial(_wrong, "data", data), data.tokenizer_commit
     if not data.tokenizer:
         yield wrong("tokenizer", "it is empty", '"byt5", a local directory, or owner/name with its commit')
@@ -387,15 +376,15 @@ def _tokenizer(data: DataConfig) -> Iterator[Problem]:
             yield wrong("tokenizer_commit", "a branch or a tag can move", "the 40 hexadecimal digits of a commit")
     field, files = "data.tokenizer_files", data.tokenizer_files
     if bool(files) != data.has_travelling_tokenizer:
-        why = f'files are listed where the tokenizer is "{TRAVELLING}", and only there'
+        why = f'files are listed where the tokenizer is "{config.TRAVELLING}", and only there'
         yield Problem(field, "given" if files else "missing", why, _AS_WRITTEN)
     yield from _files(field, files, _TOKENIZER_FILE, "it is no file of a tokenizer that may travel")
-    if sum(each.size_bytes for each in files) > LARGEST_TOKENIZER_BYTES:
-        most = f"together they have more than {LARGEST_TOKENIZER_BYTES // 2**20} MiB"
+    if sum(each.size_bytes for each in files) > config.LARGEST_TOKENIZER_BYTES:
+        most = f"together they have more than {config.LARGEST_TOKENIZER_BYTES // 2**20} MiB"
         yield Problem(field, "given", most, "a tokenizer on the hub, with tokenizer_commit")
 
 
-def _inner(inner: InnerConfig) -> Iterator[Problem]:
+def _inner(inner: config.InnerConfig) -> Iterator[Problem]:
     wrong = partial(_wrong, "inner", inner)
     if not 0 <= inner.warmup_steps < inner.steps:
         why = f"the run takes {inner.steps} inner steps, and would end before its warm-up does"

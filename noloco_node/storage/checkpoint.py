@@ -25,7 +25,6 @@ KEPT = 3  # of the stage that is served, unless its owner says otherwise
 _NAME = re.compile(r"(\d{8,})-\d{10,}\.safetensors")
 """Numbers are written with zeros before them, for people; they are compared as numbers, however long."""
 
-
 C = TypeVar("C", bound="Counters")
 
 

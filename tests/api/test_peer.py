@@ -88,5 +88,6 @@ def test_a_text_in_place_of_several_is_one_of_them(tmp_path: Path) -> None:
 
 @pytest.mark.network
 def test_a_node_leaves_before_it_has_found_anybody(tmp_path: Path) -> None:
-    with noloco_node.join(NOBODY, home=tmp_path, device="cpu", listen=[LOCAL]):
+    with noloco_node.join(NOBODY, home=tmp_path, device="cpu", listen=[LOCAL]) as peer:
         pass
+    assert not peer.wait(), "it has left, and the run is not over"

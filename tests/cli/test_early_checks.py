@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ from typing import IO
 
 import pytest
 
-from noloco_node.cli.main import app
+from noloco_node.cli.main import app, main
 from noloco_node.errors import Exit
 from noloco_node.journal import events
 from noloco_node.journal.writer import Journal
@@ -86,6 +87,19 @@ for words in json.load(sys.stdin):
         raise AssertionError(f"torch is loaded by {words}")
 print(json.dumps(codes))
 """
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_path_that_the_output_cannot_show_ends_no_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    shown = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict")
+    monkeypatch.setattr("sys.stdout", shown)
+    monkeypatch.setattr("sys.argv", ["noloco-node", "init", str(tmp_path / os.fsdecode(b"\xc3\xa4\xff.toml"))])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert not left.value.code
+    assert (tmp_path / os.fsdecode(b"\xc3\xa4\xff.toml")).exists()
 
 
 def test_wrong_input_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:

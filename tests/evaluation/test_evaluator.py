@@ -182,7 +182,7 @@ async def test_without_text_an_evaluation_is_left_out_and_the_next_reads_anew(
     assert trial.said == [told.text]
     assert await trial.pauses(5, 6, 7) == []
     assert held.reads == 1
-    await trial.pauses(8, 8)
+    assert await trial.pauses(8, 8) == [], "the same trouble is told once"
     assert held.reads == 2
 
 

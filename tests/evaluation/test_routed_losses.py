@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
 
 from noloco_node.data.held_out_text import HeldOutText, evaluated_sequences
-from noloco_node.evaluation.routed_losses import MOST_LOSS, TRIES, evaluation_quota, routed_losses
+from noloco_node.evaluation.evaluator import MOST_LOSS, TRIES, evaluation_quota, routed_losses
 from noloco_node.journal import events
 from noloco_node.run.protocols import MICROBATCH, microbatch_schema, topic
 from noloco_node.sim.clock import run as in_virtual_time

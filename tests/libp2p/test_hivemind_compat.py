@@ -362,6 +362,18 @@ def test_in_a_run_with_an_owner_a_caller_is_answered_by_its_ticket(kind: str, sh
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("keys", [0, 1, 2, 100])
+def test_a_request_asks_for_one_key_at_most(keys: int) -> None:
+    rules = CallRules(lambda *parts: hashlib.sha256(repr(parts).encode()).digest(), None)
+    request = inside("proto.dht_pb2:FindRequest")(keys=[b"k" * 20] * keys)
+
+    async def main() -> bool:
+        await _Authorizer(rules).sign_request(request, None)
+        return await _Authorizer(rules).validate_request(request)
+
+    assert asyncio.run(main()) == (keys <= 1)
+
+
 @pytest.mark.parametrize("kept", [b"", b"value"])
 def test_an_answer_travels_without_what_follows_from_the_rest(kept: bytes) -> None:
     """Ids of nodes follow from peers whatever the answer says; beside records it names no neighbours."""

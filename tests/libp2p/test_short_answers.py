@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import tracemalloc
 import zlib
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -113,6 +115,17 @@ def test_an_answer_that_was_cut_off_is_refused() -> None:
     answer = shortened(packed({"peer": Version(1.8e10, b"record")}), NONCE, b"")
     with pytest.raises(ValueError, match="cut off"):
         restored(answer[:-3], {})
+
+
+def test_an_answer_of_other_things_than_records_takes_no_memory() -> None:
+    lists = msgspec.msgpack.encode(msgspec.msgpack.Ext(80, msgspec.msgpack.encode((1, 1.8e10, [[]] * 1_000_000))))
+    padding = bytes(len(lists) // short_answers.MOST_GROWTH)
+    for answer in (zlib.compress(lists, level=0), zlib.compress(lists) + padding):
+        tracemalloc.start()
+        with pytest.raises(ValueError, match=r"Expected|too long"):
+            restored(answer, {})
+        assert tracemalloc.get_traced_memory()[1] < 5 * len(lists)
+        tracemalloc.stop()
 
 
 def test_the_longest_honest_records_are_taken() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from laboratory_results import result_of
 
-from noloco_node.planning.method_map import FAR, MAP, on_such_lines
+from noloco_node.planning.expectation import FAR, MAP, on_such_lines
 from research.laboratory import map as laboratory_map
 from research.laboratory.experiments.cell import Cell, Point, Result
 from research.laboratory.experiments.grid import at

@@ -18,7 +18,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from gossip.settings import Format, OuterConfig
 from noloco_node.charts import COLOURS, INK, QUIET, new_figure, png, set_title
 from noloco_node.planning.bandwidth import round_bytes
-from noloco_node.planning.method_map import MapLine, Versus
+from noloco_node.planning.expectation import MapLine, Versus
 from research.laboratory.experiments.cell import Conditions, Line, Method, Point, Result
 from research.laboratory.experiments.volunteer_grid import (
     CHURNS,
