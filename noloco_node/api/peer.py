@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 from weakref import WeakMethod
@@ -69,6 +69,8 @@ def parsed(invite: str | PathLike[str], options: Mapping[str, object]) -> tuple[
     """
     given: dict[str, Any] = dict(options)
     given |= {name: Path(given[name]).expanduser() for name in ("home", "weights") if name in given}
+    if isinstance(given.get("data"), PathLike):
+        given["data"] = fspath(given["data"])
     for name in given.keys() & {"listen", "announce", "sample", "log_to"}:
         # A text is a sequence too: of its letters.
         given[name] = [given[name]] if isinstance(given[name], str) else list(given[name])
@@ -201,6 +203,7 @@ class JoinedPeer(Leaves):
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the run is over, at most `timeout` seconds; return whether it is.
 
+        A node that has left does not wait: it returns False at once, unless the run was over.
         Raises `noloco_node.errors.UserError` if the node had to end: what happened, why, and what to try.
         """
         self._node.check_process()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
-from math import inf, prod
+from math import inf, isfinite, nan, prod
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, get_args, get_type_hints
 
 from msgspec import structs
@@ -88,12 +89,16 @@ def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
 def check_options(options: JoinOptions) -> None:
     """Raise `UserError` for options of a node that cannot be used, whoever gives them: a person or a program."""
     for name, hint in get_type_hints(JoinOptions, include_extras=True).items():
-        option, given = get_args(hint)[-1], getattr(options, name)
+        (kind, option), given = get_args(hint), getattr(options, name)
         if option.min is None or given is None:
             continue
-        most = inf if option.max is None else option.max
-        if not isinstance(given, int | float) or not option.min <= given <= most:
-            why = f"it is no number from {option.min:g} to {most:g}"
+        most, is_whole = inf if option.max is None else option.max, int in (kind, *get_args(kind))
+        try:
+            number = operator.index(given) if is_whole else float(given)
+        except (TypeError, ValueError):
+            number = nan
+        if isinstance(given, bool) or not (isfinite(number) and option.min <= number <= most):
+            why = f"it is no {'whole ' * is_whole}number from {option.min:g} to {most:g}"
             raise usage_error(f"{name} = {given!r} cannot be used.", why, f"{name}={option.min:g}, or leave it out")
     _ = options.allowance, options.most_memory_bytes, options.most_disk_bytes
     _ = metrics_place(options.metrics, is_open=options.metrics_open)

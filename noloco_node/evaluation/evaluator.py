@@ -189,7 +189,7 @@ class Evaluator:
         try:
             await evaluation
         except Exception as trouble:
-            self._leave_out(number, trouble)
+            self._leave_out(number, _said(trouble))
 
     async def _evaluate(self, number: int, material: _Material, place: _Place) -> None:
         context, begun_s, busy_s = self._context, loop_s(), self._context.busy_s()
@@ -202,7 +202,7 @@ class Evaluator:
                 return
             samples = () if material.prompts is None else await self._samples(material.prompts)
         except (MemoryError, ValueError, ConnectionError) as error:  # also of a sample without a token that is learnt
-            self._tell(f"evaluation {number} is left out: {error or 'no memory is left'}")
+            self._leave_out(number, str(error) or "no memory is left")
             return
         is_best = not context.routed and await self._keep_best(loss.mean)
         event = events.Evaluated(
@@ -265,12 +265,11 @@ class Evaluator:
         try:
             return opening.result()
         except Exception as trouble:  # also of what parses the text: no evaluation ends the training
-            self._leave_out(self._ours, trouble)
+            self._leave_out(self._ours, _said(trouble))
         self._ours = self._opening = None  # it is read anew when we are chosen again
         return None
 
-    def _leave_out(self, number: int | None, trouble: Exception) -> None:
-        why = f"{trouble.what} {trouble.why}" if isinstance(trouble, UserError) else _said(trouble)
+    def _leave_out(self, number: int | None, why: str) -> None:
         if why != self._trouble:  # a text that is too short stays too short
             self._tell(f"evaluation {number} is left out: {why}")
         self._trouble = why
@@ -336,6 +335,8 @@ async def _end(task: asyncio.Task[Any] | None) -> None:
 
 
 def _said(error: Exception) -> str:
+    if isinstance(error, UserError):
+        return f"{error.what} {error.why}"
     return reason_of(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 

@@ -188,8 +188,11 @@ class DhtRecords:
 
     async def _searched(self, place: bytes) -> Holders:
         """Return what we know of a place, with the nodes near it."""
-        if len(self._places) >= _MOST_PLACES and place not in self._places:
-            self._places.clear()
+        if place not in self._places:
+            if len(self._places) >= _MOST_PLACES:
+                self._places.clear()
+            for each in self._places.values():
+                each.forget_expired(time.time())
         holders, node = self._places.setdefault(place, Holders()), self._joined()
         if holders.is_search_due(loop_s(), node.neighbours):
             holders.note_search(await node.nearest(place, SEARCHED), loop_s(), node.neighbours)

@@ -348,8 +348,9 @@ class DhtNode:
 CALLER: ContextVar[str] = ContextVar("caller", default="")
 """The peer whose request is being answered; empty where we act by ourselves."""
 
-_KNOWN: ContextVar[Mapping[str, Version]] = ContextVar("known", default=MappingProxyType({}))
-"""The versions of records that we have while we ask for others."""
+_KNOWN: ContextVar[Mapping[str, Version] | None] = ContextVar("known", default=None)
+"""The versions of records that we have while we ask for others; None while we ask for nodes."""
+_READS = b"r"  # in a request for records, before the names of those that we have
 
 
 def _name_callers(client: Any) -> None:
@@ -386,7 +387,8 @@ class _Authorizer:
         request.auth.nonce = os.urandom(16)
         if _is_find(request):
             # hivemind has this field for encryption, which the daemon does.
-            request.auth.service_public_key = names(_KNOWN.get(), request.auth.nonce)
+            known = _KNOWN.get()
+            request.auth.service_public_key = b"" if known is None else _READS + names(known, request.auth.nonce)
         request.auth.signature = self._code_of(request)
         if self._admission is not None and self._admission.own is not None:
             request.auth.client_access_token.signature = self._admission.own.raw
@@ -406,12 +408,18 @@ class _Authorizer:
         return needed[type(request).__name__] in rights
 
     async def sign_response(self, response: Any, request: Any) -> None:
-        """Make an answer short: ids of nodes follow from their peers, and a reader of records has searched before."""
+        """Leave in an answer the records or the neighbours that were asked for; ids of nodes follow from their peers.
+
+        A peer that searches nodes asks at a place without records, and one that somebody put there must hide no node.
+        """
+        reads = request.auth.service_public_key if _is_find(request) else b""
         for result in response.results if _is_find(request) else ():
             result.ClearField("nearest_node_ids")
-            if result.value:
-                result.value = shortened(result.value, request.auth.nonce, request.auth.service_public_key)
-                result.ClearField("nearest_peer_ids")
+            result.ClearField("nearest_peer_ids" if reads else "value")
+            if not reads:
+                result.ClearField("type")
+            elif result.value:
+                result.value = shortened(result.value, request.auth.nonce, reads[len(_READS) :])
 
     async def validate_response(self, response: Any, request: Any) -> bool:
         """Restore a short answer. hivemind takes an error for a missing answer."""
@@ -419,7 +427,7 @@ class _Authorizer:
             del result.nearest_peer_ids[MOST_NAMED:], result.nearest_node_ids[:]
             result.nearest_node_ids.extend(_node_of(self._rules, peer) for peer in result.nearest_peer_ids)
             if result.value:
-                result.value = restored(result.value, _KNOWN.get())
+                result.value = restored(result.value, _KNOWN.get() or {})
         return True
 
     def _code_of(self, request: Any) -> bytes:

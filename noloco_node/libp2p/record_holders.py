@@ -128,6 +128,10 @@ class Holders:
         """Return the versions that the last reading found and that may still be there, by subkey."""
         return {subkey: each.version for subkey, each in self.known.items() if each.version.expiry > unix_s}
 
+    def forget_expired(self, unix_s: float) -> None:
+        """Let go of the records that have expired."""
+        self.known = {subkey: each for subkey, each in self.known.items() if each.version.expiry > unix_s}
+
     def lacks(self, found: Mapping[str, Version], unix_s: float) -> bool:
         """Say whether records are missing that must still be there."""
         return any(subkey not in found for subkey in self._living(unix_s))

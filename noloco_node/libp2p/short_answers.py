@@ -11,7 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -21,6 +21,8 @@ MOST_BYTES, MOST_GROWTH, SMALL_BYTES = 4 * 1024 * 1024, 128, 64 * 1024
 """Of an answer once it is decompressed: hivemind takes no longer message either. A record of 8 KiB has some 100 bytes
 of signature and peer id that cannot be compressed, so no long honest answer grows more than this.
 """
+MOST_COMPRESSED = 256 * 1024
+"""Of an answer before it is compressed, which takes some 10 ms of a holder's loop. Longer ones travel as they are."""
 
 
 class Version(NamedTuple):
@@ -47,7 +49,8 @@ def shortened(packed: bytes, nonce: bytes, named: bytes) -> bytes:
             new.append(record)
         else:
             held[place // 8] |= 1 << place % 8
-    return zlib.compress(bytes(held) + _packed(kind, capacity, latest, new))
+    answer = bytes(held) + _packed(kind, capacity, latest, new)
+    return zlib.compress(answer, level=6 if len(answer) <= MOST_COMPRESSED else 0)
 
 
 def restored(answer: bytes, versions: Mapping[str, Version]) -> bytes:
@@ -75,18 +78,19 @@ def _name(subkey: str, expiry: float, nonce: bytes) -> bytes:
     return blake2b(msgspec.msgpack.encode((subkey, expiry)), key=nonce, digest_size=NAME_BYTES).digest()
 
 
-_Record = tuple[str, bytes, float]
+_Records = Annotated[list[tuple[str, bytes, float]], msgspec.Meta(max_length=MOST_NAMED)]
 
 
-def _unpacked(packed: bytes) -> tuple[int, float, float, list[_Record]]:
+def _unpacked(packed: bytes) -> tuple[int, float, float, _Records]:
     """Return the extension type, the capacity, the latest expiry and the records of a packed dictionary.
 
-    Records of this type alone are decoded: millions of empty lists take a hundred times the memory of their bytes.
+    Only so many records, of this type alone, are decoded: millions of empty lists take a hundred times the memory of
+    their bytes, and a holder keeps no more under one key.
     """
     dictionary = msgspec.msgpack.decode(packed, type=msgspec.msgpack.Ext)
-    capacity, latest, records = msgspec.msgpack.decode(dictionary.data, type=tuple[int | float, float, list[_Record]])
+    capacity, latest, records = msgspec.msgpack.decode(dictionary.data, type=tuple[int | float, float, _Records])
     return dictionary.code, capacity, latest, records
 
 
-def _packed(kind: int, capacity: float, latest: float, records: list[_Record]) -> bytes:
+def _packed(kind: int, capacity: float, latest: float, records: _Records) -> bytes:
     return msgspec.msgpack.encode(msgspec.msgpack.Ext(kind, msgspec.msgpack.encode((capacity, latest, records))))

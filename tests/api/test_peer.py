@@ -6,12 +6,15 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from process_swarm import LOCAL, host
 from processes import Commands
 from torch import nn
 
 import noloco_node
 from noloco_node.api.peer import parsed
+from noloco_node.cli.join import check_options
+from noloco_node.cli.options import JoinOptions
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal.events import Finished, InnerStep
 from noloco_node.journal.reader import read
@@ -70,10 +73,12 @@ def test_what_cannot_be_read_is_refused_at_once(tmp_path: Path) -> None:
     assert refused.value.code is Exit.CONFIG
     with pytest.raises(UserError, match="10 parsecs"):
         noloco_node.join("no invite", home=tmp_path, max_upload="10 parsecs")
-    for wrong in ({"refresh": -1}, {"keep": 0}, {"threads": "all"}, {"refresh": math.nan}, {"stage": -1}):
+    numbers = [("refresh", each) for each in (-1, math.nan, math.inf)] + [("keep", each) for each in (0, 2.5, True)]
+    for name, number in [*numbers, ("threads", "all"), ("stage", -1), ("stage", 0.5)]:
         with pytest.raises(UserError, match="cannot be used"):
-            noloco_node.join("no invite", home=tmp_path, **wrong)
-    for wrong in ({"device": "abacus"}, {"data": str(tmp_path / "nowhere")}, {"weights": tmp_path / "nowhere"}):
+            noloco_node.join("no invite", home=tmp_path, **{name: number})
+    check_options(JoinOptions(keep=torch.tensor(3), refresh=torch.tensor(0.5)))  # type: ignore[arg-type] # as of numpy
+    for wrong in ({"device": "abacus"}, {"data": tmp_path / "nowhere"}, {"weights": tmp_path / "nowhere"}):
         with pytest.raises(UserError, match=r"abacus|nowhere"):
             noloco_node.join("no invite", home=tmp_path, **wrong)
     with pytest.raises(UserError):

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from noloco_node.admission.admission_state import AdmissionState, HeldTicket
 from noloco_node.admission.ticket import MEMBER, Right, encode, encode_list, grant, peer_of, signed_list
 from noloco_node.libp2p.hivemind_compat import (
+    _KNOWN,
     _PLACE_BYTES,
     CallRules,
     DhtNode,
@@ -374,9 +375,10 @@ def test_a_request_asks_for_one_key_at_most(keys: int) -> None:
     assert asyncio.run(main()) == (keys <= 1)
 
 
+@pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("kept", [b"", b"value"])
-def test_an_answer_travels_without_what_follows_from_the_rest(kept: bytes) -> None:
-    """Ids of nodes follow from peers whatever the answer says; beside records it names no neighbours."""
+def test_an_answer_has_what_was_asked_for(kept: bytes, reads: bool) -> None:
+    """Records or neighbours, so that no record hides a node; ids of nodes follow from peers."""
 
     def code(*parts: Any) -> bytes:
         return hashlib.sha256(repr(parts).encode()).digest()
@@ -392,10 +394,12 @@ def test_an_answer_travels_without_what_follows_from_the_rest(kept: bytes) -> No
     authorizer = _Authorizer(CallRules(code))
     request = inside("proto.dht_pb2:FindRequest")(keys=[b"p" * 20])
     result = inside("proto.dht_pb2:FindResult")(
-        value=value, nearest_peer_ids=peers, nearest_node_ids=[b"n" * 20] * len(peers)
+        type=2 * bool(kept), value=value, nearest_peer_ids=peers, nearest_node_ids=[b"n" * 20] * len(peers)
     )
 
     async def main() -> Any:
+        if reads:
+            _KNOWN.set({})
         await authorizer.sign_request(request, None)
         response = inside("proto.dht_pb2:FindResponse")(results=[result])
         await authorizer.sign_response(response, request)
@@ -404,11 +408,12 @@ def test_an_answer_travels_without_what_follows_from_the_rest(kept: bytes) -> No
         return response.results[0]
 
     told = asyncio.run(main())
-    shown = [] if kept else peers[:MOST_NAMED]
+    shown = [] if reads else peers[:MOST_NAMED]
     assert list(told.nearest_peer_ids) == shown
     assert list(told.nearest_node_ids) == [code("node", peer)[:20] for peer in shown]
-    assert bool(told.value) == bool(kept)
-    assert not kept or dict(MSGPackSerializer.loads(told.value).items())["peer"].value == kept
+    assert bool(told.value) == (bool(kept) and reads)
+    assert reads or told.type == 0
+    assert not told.value or dict(MSGPackSerializer.loads(told.value).items())["peer"].value == kept
 
 
 def test_a_place_has_as_many_bytes_as_hivemind_s_id() -> None:
