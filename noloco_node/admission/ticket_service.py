@@ -178,7 +178,10 @@ class TicketService:
     def _open_refusal(self, conversation: Conversation, request: TicketRequest, unix_s: float) -> str:
         """Say why an open run gives a peer no ticket, empty where it gives one."""
         run, peer = self._state.run, conversation.peer
-        if not is_work(run, peer, request.nonce, WORK_BITS if request.trains else LOOK_BITS):
+        worked = (
+            is_work(run, peer, request.nonce) if request.trains else is_work(run, peer, request.nonce, bits=LOOK_BITS)
+        )
+        if not worked:
             return "the work for a ticket was not done"
         right, quota = (Right.TRAIN, self._quota) if request.trains else (Right.LOOK, self._looks)
         if right in self._state.rights(peer) or quota.take(prefix_of(conversation.origin), unix_s):

@@ -135,7 +135,7 @@ class TestRuns:
     def test_products_are_apart_where_replicas_differ_in_both_matrices(self) -> None:
         errors = {side: ran(side).notes["mean_of_products"] for side in ("mean", "ffa", "synchronous")}
         assert errors["ffa"] == errors["synchronous"] == 0.0
-        assert 0.0 < errors["mean"] < 0.1
+        assert 0.0 < errors["mean"] < 0.2
 
     def test_a_meeting_sends_half_a_byte_a_weight(self) -> None:
         for side in ("mean", "ffa"):
