@@ -412,13 +412,17 @@ class _Authorizer:
 
         A peer that searches nodes asks at a place without records, and one that somebody put there must hide no node.
         """
-        reads = request.auth.service_public_key if _is_find(request) else b""
-        for result in response.results if _is_find(request) else ():
+        if not _is_find(request):
+            return
+        reads = request.auth.service_public_key
+        for result in response.results:
             result.ClearField("nearest_node_ids")
-            result.ClearField("nearest_peer_ids" if reads else "value")
             if not reads:
+                result.ClearField("value")
                 result.ClearField("type")
-            elif result.value:
+                continue
+            result.ClearField("nearest_peer_ids")
+            if result.value:
                 result.value = shortened(result.value, request.auth.nonce, reads[len(_READS) :])
 
     async def validate_response(self, response: Any, request: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 NAME_BYTES = 4
-MOST_NAMED = 2048  # versions that a request names, and that an answer looks at
+MOST_VERSIONS = 2048  # versions that a request names, and that an answer looks at
 MOST_BYTES, MOST_GROWTH, SMALL_BYTES = 4 * 1024 * 1024, 128, 64 * 1024
 """Of an answer once it is decompressed: hivemind takes no longer message either. A record of 8 KiB has some 100 bytes
 of signature and peer id that cannot be compressed, so no long honest answer grows more than this.
@@ -33,14 +33,14 @@ class Version(NamedTuple):
 
 
 def names(versions: Mapping[str, Version], nonce: bytes) -> bytes:
-    """Return the names of the first `MOST_NAMED` versions, `NAME_BYTES` each, for a request with this nonce."""
+    """Return the names of the first `MOST_VERSIONS` versions, `NAME_BYTES` each, for a request with this nonce."""
     return b"".join(_name(subkey, versions[subkey].expiry, nonce) for subkey in _named(versions))
 
 
 def shortened(packed: bytes, nonce: bytes, named: bytes) -> bytes:
     """Return the answer with these records, packed as by hivemind, to a request with this nonce and these names."""
     kind, capacity, latest, records = _unpacked(packed)
-    named = named[: MOST_NAMED * NAME_BYTES]
+    named = named[: MOST_VERSIONS * NAME_BYTES]
     places = {named[at : at + NAME_BYTES]: at // NAME_BYTES for at in range(0, len(named), NAME_BYTES)}
     held, new = bytearray((len(named) // NAME_BYTES + 7) // 8), []
     for record in records:
@@ -71,14 +71,14 @@ def restored(answer: bytes, versions: Mapping[str, Version]) -> bytes:
 
 
 def _named(versions: Mapping[str, Version]) -> list[str]:
-    return list(versions)[:MOST_NAMED]
+    return list(versions)[:MOST_VERSIONS]
 
 
 def _name(subkey: str, expiry: float, nonce: bytes) -> bytes:
     return blake2b(msgspec.msgpack.encode((subkey, expiry)), key=nonce, digest_size=NAME_BYTES).digest()
 
 
-_Records = Annotated[list[tuple[str, bytes, float]], msgspec.Meta(max_length=MOST_NAMED)]
+_Records = Annotated[list[tuple[str, bytes, float]], msgspec.Meta(max_length=MOST_VERSIONS)]
 
 
 def _unpacked(packed: bytes) -> tuple[int, float, float, _Records]:

@@ -343,8 +343,8 @@ class _StateSearch:
 
 
 _ASKING_AGAIN = (
-    f"asking again in {downloads.COPY_AGAIN_S:.0f} s. Whoever has the checkpoint gives --weights DIR to noloco-node"
-    " bootstrap, or to join"
+    f"asking again in {downloads.COPY_AGAIN_S:.0f} s. A peer that has the checkpoint gives it to the others:"
+    " noloco-node bootstrap, or join, with --weights DIR"
 )
 
 

@@ -146,7 +146,7 @@ class Replica:
         self._tokens_per_s = 0.0
         self.seconds_per_step = 1.0  # the time from one inner step to the next, of the last window; 1 before the first
         self._stepped_at, self._busy_s = loop_s(), device.busy_s
-        self.reads_text = False  # whether its source has asked for text that has not come
+        self.awaits_text = False  # whether its source has asked for text that has not come
 
     # The training itself.
 
@@ -346,7 +346,7 @@ class Replica:
             if self.stage:
                 return Wait(WaitCause.MICROBATCHES, round(idle_s, 1))
             model = self._context.run.model
-            if self.reads_text and (not model.is_foreign or model.is_in_stages):  # else the program computes meanwhile
+            if self.awaits_text and (not model.is_foreign or model.is_in_stages):  # else the program computes meanwhile
                 return Wait(WaitCause.OTHER, round(idle_s, 1), "text to train on")
         return None
 

@@ -108,7 +108,7 @@ class StageWork:
 
     async def _make_source(self, replica: Replica) -> MicrobatchSource:
         opened, resumed = self.text is None, self._resumed
-        replica.reads_text = True
+        replica.awaits_text = True
         text = self.text or await self._open_text()
         # A source that comes back to its stage reads on where it stopped.
         position = resumed.data_position if resumed is not None and opened else None
@@ -118,9 +118,9 @@ class StageWork:
         assert self._counted is not None, "a stage was begun"
 
         async def draw() -> Tensor:
-            replica.reads_text = True
+            replica.awaits_text = True
             batch = await text.draw()
-            replica.reads_text = False
+            replica.awaits_text = False
             for sentence in text.news():
                 self._reporter.record(events.Noticed(what="text", text=sentence))
             return batch

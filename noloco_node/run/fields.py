@@ -248,7 +248,9 @@ def _in_words(annotation: Any) -> str:
 
 
 def toml(value: Any) -> str:
-    """Return a value of JSON in TOML, in a line."""
+    """Return a value of JSON in TOML, in a line; TypeError for None, which TOML has not."""
+    if value is None:
+        raise TypeError("None has no form in TOML")
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(name)} = {toml(each)}" for name, each in value.items()) + "}"
     if isinstance(value, list | tuple):

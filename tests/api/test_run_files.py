@@ -131,7 +131,9 @@ def test_what_is_no_model_is_refused(tmp_path: Path, model: Any, what: str) -> N
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("sections", [{"inner": 5}, {"name": {"steps": 1}}, {"inner": {"clip_norm": object()}}])
+@pytest.mark.parametrize(
+    "sections", [{"inner": 5}, {"name": {"steps": 1}}, *({"inner": {"clip_norm": each}} for each in (object(), None))]
+)
 def test_what_no_run_file_can_hold_is_refused(tmp_path: Path, sections: Any) -> None:
     with pytest.raises(UserError, match=r"sections has|cannot be written into a run file"):
         noloco_node.init(tmp_path / "run.toml", nn.Linear(2, 1), steps=10, sections=sections)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from noloco_node.libp2p import short_answers
 from noloco_node.libp2p.hivemind_compat import load_hivemind
-from noloco_node.libp2p.short_answers import MOST_NAMED, NAME_BYTES, Version, names, restored, shortened
+from noloco_node.libp2p.short_answers import MOST_VERSIONS, NAME_BYTES, Version, names, restored, shortened
 
 NONCE = b"0123456789abcdef"
 VERSIONS = st.dictionaries(
@@ -70,8 +70,8 @@ def test_names_follow_from_the_nonce() -> None:
 
 
 def test_a_request_names_a_bounded_number_of_versions() -> None:
-    known = {str(number): Version(1.8e10, b"") for number in range(MOST_NAMED + 9)}
-    assert len(names(known, NONCE)) == MOST_NAMED * NAME_BYTES
+    known = {str(number): Version(1.8e10, b"") for number in range(MOST_VERSIONS + 9)}
+    assert len(names(known, NONCE)) == MOST_VERSIONS * NAME_BYTES
     held = dict(list(known.items())[-20:])
     assert unpacked(restored(shortened(packed(held), NONCE, names(known, NONCE)), known)) == held
 
@@ -97,9 +97,9 @@ def test_an_answer_that_is_none_is_an_error_that_hivemind_takes_for_silence(
 def test_a_request_that_names_too_many_is_answered_as_far_as_it_is_bounded(more: int, repeats: bool) -> None:
     known = {str(number): Version(1.8e10, b"") for number in range(3)}
     padding = bytes(NAME_BYTES) if repeats else b""
-    named = names(known, NONCE) + padding * (MOST_NAMED + more)
+    named = names(known, NONCE) + padding * (MOST_VERSIONS + more)
     answer = zlib.decompress(shortened(packed(known), NONCE, named))
-    assert len(answer) <= MOST_NAMED // 8 + len(packed(known))
+    assert len(answer) <= MOST_VERSIONS // 8 + len(packed(known))
 
 
 @pytest.mark.parametrize("bound", ["MOST_BYTES", "SMALL_BYTES"])

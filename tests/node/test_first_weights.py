@@ -85,7 +85,8 @@ async def test_who_has_nobody_to_ask_waits_and_says_for_what(made: Continued) ->
     (line,) = {line for line in waiting.said if line.startswith("waiting for the weights")}
     assert line == (
         "waiting for the weights that the run starts from: nobody reached has all of stage 0's; asking again in"
-        " 10 s. Whoever has the checkpoint gives --weights DIR to noloco-node bootstrap, or to join"
+        " 10 s. A peer that has the checkpoint gives it to the others:"
+        " noloco-node bootstrap, or join, with --weights DIR"
     )
     assert not waiting.of(events.InnerStep)
     owner = made.peer("owner", 1, made.whole())
