@@ -19,7 +19,8 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -41,7 +42,7 @@ from noloco_node.libp2p.record_checks import (
     place_of,
     read_signer,
 )
-from noloco_node.libp2p.record_holders import SEARCHED, SILENT_S, Holders
+from noloco_node.libp2p.record_holders import SEARCHED, Holders
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret
 from noloco_node.libp2p.short_answers import Version
 from noloco_node.tasks import loop_s
@@ -84,12 +85,15 @@ class DhtRecords:
         node = await self._control.bounded(DhtNode.create(parts, client, signatures, rules, _ANSWER_S), wait_s)
         node.replace_store(BoundedStorage(node.storage).store)
         node.filter_answers(
-            lambda place, entries: keep_believed(
-                place, entries, signatures, self._places.get(place, Holders()).known, self._salt
-            )
+            lambda place, entries: keep_believed(place, entries, signatures, self._known(place), self._salt)
         )
         self._node = node
         return await node.join([parts.PeerID.from_base58(address.peer) for address in bootstrap], _ANSWER_S)
+
+    def _known(self, place: bytes) -> Collection[str]:
+        """Return the peers of which our last reading of a place found a record."""
+        holders = self._places.get(place)
+        return () if holders is None else holders.known
 
     def _accepts(self, place: bytes, peer: str, content: bytes) -> bool:
         """Say whether we keep a record of somebody's: those of relays carry no ticket."""
@@ -124,6 +128,9 @@ class DhtRecords:
     async def _store(self, place: bytes, subkey: str, packed: bytes, expiry: float) -> bool:
         """Store a record with the nodes nearest to its place; say whether one of them took it."""
         node, holders = self._joined(), await self._searched(place)
+        if holders.is_hearing_due(loop_s()):
+            for peer in holders.order(loop_s())[:1]:
+                self._hear(holders, peer, await node.named(peer, place))
         left, enough = holders.next_writing(loop_s())
         answered, stored = 0, False
         while left and answered < enough:
@@ -131,8 +138,9 @@ class DhtRecords:
             answers = await asyncio.gather(*(node.store(peer, place, subkey, packed, expiry) for peer in asked))
             for peer, took in zip(asked, answers, strict=True):
                 if took is None:
-                    holders.doubt(peer, loop_s(), SILENT_S)
+                    holders.note_silence(peer, loop_s())
                     continue
+                holders.note_answer(peer)
                 answered += 1
                 if took:
                     stored = True
@@ -153,12 +161,11 @@ class DhtRecords:
         answers: dict[PeerId, dict[str, Version]] = {}
         wrote: dict[PeerId, float] = {}
         for number, group in enumerate(holders.next_reading(loop_s())):
-            wrote |= {peer: holders.written(peer) for peer in group}
+            wrote |= {peer: holders.written(peer) for peer in group if not holders.is_candidate(peer)}
             # One first: the others leave out what it has told.
             for asked in (group,) if answers else (group[:1], group[1:]):
-                for peer, answer in zip(asked, await self._ask(asked, place, known | found), strict=True):
+                for peer, answer in zip(asked, await self._ask(holders, asked, place, known | found), strict=True):
                     if answer is None:
-                        holders.doubt(peer, loop_s(), SILENT_S)
                         continue
                     answers[peer] = answer
                     for subkey, version in answer.items():
@@ -177,14 +184,25 @@ class DhtRecords:
         return found
 
     async def _ask(
-        self, peers: Sequence[PeerId], place: bytes, known: Mapping[str, Version]
+        self, holders: Holders, peers: Sequence[PeerId], place: bytes, known: Mapping[str, Version]
     ) -> list[dict[str, Version] | None]:
         """Return what each of these nodes holds of a place; None where one does not answer. `known`: as for `find`."""
-        found = await asyncio.gather(*(self._joined().find(peer, place, known) for peer in peers))
-        return [
-            None if entries is None else {k: Version(each.expiration_time, each.value) for k, each in entries.items()}
-            for entries in found
-        ]
+        answers = await asyncio.gather(*(self._joined().find(peer, place, known) for peer in peers))
+        found: list[dict[str, Version] | None] = []
+        for peer, answer in zip(peers, answers, strict=True):
+            self._hear(holders, peer, None if answer is None else answer.named)
+            entries = None if answer is None else answer.records.items()
+            found.append(None if entries is None else {k: Version(e.expiration_time, e.value) for k, e in entries})
+        return found
+
+    @staticmethod
+    def _hear(holders: Holders, peer: PeerId, named: Sequence[PeerId] | None) -> None:
+        """Note the peers that one has named as near; None where it did not answer."""
+        if named is None:
+            holders.note_silence(peer, loop_s())
+        else:
+            holders.note_answer(peer)
+            holders.note_named(peer, named, loop_s())
 
     async def _searched(self, place: bytes) -> Holders:
         """Return what we know of a place, with the nodes near it."""
@@ -193,7 +211,8 @@ class DhtRecords:
                 self._places.clear()
             for each in self._places.values():
                 each.forget_expired(time.time())
-        holders, node = self._places.setdefault(place, Holders()), self._joined()
+        node = self._joined()
+        holders = self._places.setdefault(place, Holders(partial(node.distance, place)))
         if holders.is_search_due(loop_s(), node.neighbours):
             holders.note_search(await node.nearest(place, SEARCHED), loop_s(), node.neighbours)
         return holders

@@ -26,7 +26,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -153,6 +153,13 @@ def _node_of(rules: CallRules, peer: bytes) -> bytes:
     return rules.code("node", peer)[:_PLACE_BYTES]
 
 
+class HeldRecords(NamedTuple):
+    """What a node answers about a place: the records that it holds, by subkey, and the peers that it names as near."""
+
+    records: dict[str, DhtEntry]
+    named: Sequence[PeerId]
+
+
 class DhtNode:
     """hivemind's DHTNode, made to keep and believe what we decide; made by `DhtNode.create`.
 
@@ -241,9 +248,30 @@ class DhtNode:
     async def nearest(self, place: bytes, most: int) -> tuple[PeerId, ...]:
         """Return the peers whose nodes are nearest to a place, of those that answer and of us; the nearest first."""
         await self._become_known()
-        # Each node on the way would add all records of the place to its answer. Nobody has a record at the place beside
-        # it, which has the same neighbours.
-        return await self._search(type(self._node.node_id)(int.from_bytes(place) ^ 1), most)
+        return await self._search(self._beside(place), most)
+
+    async def named(self, peer: PeerId, place: bytes) -> list[PeerId] | None:
+        """Return the peers that one names as near a place; None: no answer."""
+        query = self._beside(place)
+        if peer == self._node.peer_id:
+            return self._near(query)
+        answer = await self._ask(peer, query)
+        return None if answer is None else self._true(answer[1].items())
+
+    def distance(self, place: bytes, peer: PeerId) -> int:
+        """Return how far the node of a peer is from a place."""
+        far: int = type(self._node.node_id).from_bytes(place).xor_distance(self._id_of(peer))
+        return far
+
+    def _beside(self, place: bytes) -> Any:
+        """Return the place beside a place, which has the same neighbours and no records.
+
+        A node that is asked about the place itself adds all records of it to its answer.
+        """
+        return type(self._node.node_id)(int.from_bytes(place) ^ 1)
+
+    def _near(self, query: Any) -> list[PeerId]:
+        return self._true(self._node.protocol.routing_table.get_nearest_neighbors(query, _BUCKET))
 
     async def _become_known(self) -> None:
         """Search our own place, once; raise ConnectionResetError as long as we hold no good ticket and need one."""
@@ -310,14 +338,14 @@ class DhtNode:
 
     async def find(
         self, peer: PeerId, place: bytes, known: Mapping[str, Version] = MappingProxyType({})
-    ) -> dict[str, DhtEntry] | None:
-        """Return the records of a place that one peer holds, by subkey, as far as we believe it; None: no answer.
+    ) -> HeldRecords | None:
+        """Return the records of a place that one peer holds, as far as we believe it; None: no answer.
 
         `known`: versions that we have; what the peer holds of them does not travel.
         """
         query = type(self._node.node_id).from_bytes(place)
         if peer == self._node.peer_id:
-            held = self.storage.get(query)
+            held, named = self.storage.get(query), self._near(query)
         else:
             before = _KNOWN.set(known)
             try:
@@ -326,9 +354,9 @@ class DhtNode:
                 _KNOWN.reset(before)
             if answer is None:
                 return None
-            held, _ = answer
+            held, named = answer[0], self._true(answer[1].items())
         records: Any = getattr(held, "value", None)
-        return dict(records.items()) if hasattr(records, "items") else {}
+        return HeldRecords(dict(records.items()) if hasattr(records, "items") else {}, named)
 
     async def store(self, peer: PeerId, place: bytes, subkey: str, packed: bytes, expiry: float) -> bool | None:
         """Store a record with one peer; say whether the peer took it, None where it does not answer."""
