@@ -128,9 +128,6 @@ class DhtRecords:
     async def _store(self, place: bytes, subkey: str, packed: bytes, expiry: float) -> bool:
         """Store a record with the nodes nearest to its place; say whether one of them took it."""
         node, holders = self._joined(), await self._searched(place)
-        if holders.is_hearing_due(loop_s()):
-            for peer in holders.order(loop_s())[:1]:
-                self._hear(holders, peer, await node.named(peer, place))
         left, enough = holders.next_writing(loop_s())
         answered, stored = 0, False
         while left and answered < enough:
@@ -164,9 +161,11 @@ class DhtRecords:
             wrote |= {peer: holders.written(peer) for peer in group if not holders.is_candidate(peer)}
             # One first: the others leave out what it has told.
             for asked in (group,) if answers else (group[:1], group[1:]):
-                for peer, answer in zip(asked, await self._ask(holders, asked, place, known | found), strict=True):
+                for peer, answer in zip(asked, await self._ask(asked, place, known | found), strict=True):
                     if answer is None:
+                        holders.note_silence(peer, loop_s())
                         continue
+                    holders.note_answer(peer)
                     answers[peer] = answer
                     for subkey, version in answer.items():
                         if subkey not in found or version.expiry > found[subkey].expiry:
@@ -184,25 +183,14 @@ class DhtRecords:
         return found
 
     async def _ask(
-        self, holders: Holders, peers: Sequence[PeerId], place: bytes, known: Mapping[str, Version]
+        self, peers: Sequence[PeerId], place: bytes, known: Mapping[str, Version]
     ) -> list[dict[str, Version] | None]:
         """Return what each of these nodes holds of a place; None where one does not answer. `known`: as for `find`."""
-        answers = await asyncio.gather(*(self._joined().find(peer, place, known) for peer in peers))
-        found: list[dict[str, Version] | None] = []
-        for peer, answer in zip(peers, answers, strict=True):
-            self._hear(holders, peer, None if answer is None else answer.named)
-            entries = None if answer is None else answer.records.items()
-            found.append(None if entries is None else {k: Version(e.expiration_time, e.value) for k, e in entries})
-        return found
-
-    @staticmethod
-    def _hear(holders: Holders, peer: PeerId, named: Sequence[PeerId] | None) -> None:
-        """Note the peers that one has named as near; None where it did not answer."""
-        if named is None:
-            holders.note_silence(peer, loop_s())
-        else:
-            holders.note_answer(peer)
-            holders.note_named(peer, named, loop_s())
+        found = await asyncio.gather(*(self._joined().find(peer, place, known) for peer in peers))
+        return [
+            None if entries is None else {k: Version(each.expiration_time, each.value) for k, each in entries.items()}
+            for entries in found
+        ]
 
     async def _searched(self, place: bytes) -> Holders:
         """Return what we know of a place, with the nodes near it."""
@@ -215,6 +203,13 @@ class DhtRecords:
         holders = self._places.setdefault(place, Holders(partial(node.distance, place)))
         if holders.is_search_due(loop_s(), node.neighbours):
             holders.note_search(await node.nearest(place, SEARCHED), loop_s(), node.neighbours)
+        elif holders.is_hearing_due(loop_s()):
+            peer = holders.next_teller(loop_s())
+            named = await node.named(peer, place)
+            if named is None:
+                holders.note_silence(peer, loop_s())
+            else:
+                holders.note_named(peer, named, loop_s())
         return holders
 
     def _joined(self) -> DhtNode:

@@ -26,7 +26,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -153,13 +153,6 @@ def _node_of(rules: CallRules, peer: bytes) -> bytes:
     return rules.code("node", peer)[:_PLACE_BYTES]
 
 
-class HeldRecords(NamedTuple):
-    """What a node answers about a place: the records that it holds, by subkey, and the peers that it names as near."""
-
-    records: dict[str, DhtEntry]
-    named: Sequence[PeerId]
-
-
 class DhtNode:
     """hivemind's DHTNode, made to keep and believe what we decide; made by `DhtNode.create`.
 
@@ -254,7 +247,7 @@ class DhtNode:
         """Return the peers that one names as near a place; None: no answer."""
         query = self._beside(place)
         if peer == self._node.peer_id:
-            return self._near(query)
+            return self._true(self._node.protocol.routing_table.get_nearest_neighbors(query, _BUCKET))
         answer = await self._ask(peer, query)
         return None if answer is None else self._true(answer[1].items())
 
@@ -269,9 +262,6 @@ class DhtNode:
         A node that is asked about the place itself adds all records of it to its answer.
         """
         return type(self._node.node_id)(int.from_bytes(place) ^ 1)
-
-    def _near(self, query: Any) -> list[PeerId]:
-        return self._true(self._node.protocol.routing_table.get_nearest_neighbors(query, _BUCKET))
 
     async def _become_known(self) -> None:
         """Search our own place, once; raise ConnectionResetError as long as we hold no good ticket and need one."""
@@ -338,14 +328,14 @@ class DhtNode:
 
     async def find(
         self, peer: PeerId, place: bytes, known: Mapping[str, Version] = MappingProxyType({})
-    ) -> HeldRecords | None:
-        """Return the records of a place that one peer holds, as far as we believe it; None: no answer.
+    ) -> dict[str, DhtEntry] | None:
+        """Return the records of a place that one peer holds, by subkey, as far as we believe it; None: no answer.
 
         `known`: versions that we have; what the peer holds of them does not travel.
         """
         query = type(self._node.node_id).from_bytes(place)
         if peer == self._node.peer_id:
-            held, named = self.storage.get(query), self._near(query)
+            held = self.storage.get(query)
         else:
             before = _KNOWN.set(known)
             try:
@@ -354,9 +344,9 @@ class DhtNode:
                 _KNOWN.reset(before)
             if answer is None:
                 return None
-            held, named = answer[0], self._true(answer[1].items())
+            held, _ = answer
         records: Any = getattr(held, "value", None)
-        return HeldRecords(dict(records.items()) if hasattr(records, "items") else {}, named)
+        return dict(records.items()) if hasattr(records, "items") else {}
 
     async def store(self, peer: PeerId, place: bytes, subkey: str, packed: bytes, expiry: float) -> bool | None:
         """Store a record with one peer; say whether the peer took it, None where it does not answer."""

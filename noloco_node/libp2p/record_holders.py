@@ -10,10 +10,10 @@ node comes last from then on, and the next nearest takes its place. All peers th
 So that honest nodes have the records, the first publication and every twelfth go to all `SEARCHED` nodes. The first
 reading asks all of them; every twelfth one asks all nodes that a record is stored with, and one of the others.
 
-Nodes come and go. With its records a node names its neighbours. One of them that is nearer to the key than a node that
-records are stored with is a candidate: it is asked beside the next reading, and takes its place once it answers. So no
-new search is needed while somebody names the neighbours. A node that named several others which are silent is
-not believed until the next search (`node_search` has the same rule).
+Nodes come and go. Every few minutes one of these nodes is asked to name its neighbours. One of them that is nearer to
+the key than a node that records are stored with is a candidate: it is asked beside the next reading, and takes its
+place once it answers. This costs a tenth of a search, which is needed every two hours then. A node that named several
+others which are silent is not believed until the next search (`node_search` has the same rule).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ WRITTEN, SEARCHED = 3, 12
 MORE_EVERY = 12
 """One of so many publications, or readings, goes to more nodes. Records in the DHT outlive the time between two."""
 SEARCH_S, SEARCH_AGAIN_S = 300.0, 5.0  # a search is good for so long; after one, the next waits at least so long
-HEARD_PAUSES, LONGEST_SEARCH_S = 1.5, 3600.0
-"""A search is good for so long while a node names its neighbours at each use, or within so many pauses between uses."""
+HEARD_PAUSES, LONGEST_SEARCH_S = 1.5, 7200.0
+"""A search is good for so long while nodes name their neighbours, within `SEARCH_S` or so many pauses between uses."""
 DOUBTED_S, SILENT_S = 600.0, 30.0
 """For so long a node comes last that lost what it took, and nobody asks one that did not answer."""
 STALE_S, STALE_PERIODS = 15.0, 1.5
@@ -75,7 +75,7 @@ class Holders:
         self._used_s, self._pause_s = 0.0, 0.0
         """When we last read or wrote here (loop seconds), and how long after the time before."""
         self._in_doubt = False  # whether a node lacked what must be there since the last search
-        self._readings = self._writings = 0
+        self._readings = self._writings = self._hearings = 0
 
     # Which nodes there are.
 
@@ -102,8 +102,13 @@ class Holders:
         self._doubted_until_s = {peer: end_s for peer, end_s in self._doubted_until_s.items() if end_s > now_s}
 
     def is_hearing_due(self, now_s: float) -> bool:
-        """Say whether a node is to be asked for its neighbours, as nobody who only writes hears of them."""
-        return now_s - max(self._searched_s, self._heard_s) > SEARCH_S - self._pause_s
+        """Say whether a node is to be asked for its neighbours, lest a search be due at the next use."""
+        return now_s - max(self._searched_s, self._heard_s) > SEARCH_S - self._pause_s and bool(self._nearest)
+
+    def next_teller(self, now_s: float) -> PeerId:
+        """Return the node to ask for its neighbours: one with which records are stored, another each time."""
+        self._hearings += 1
+        return _turned(self.order(now_s)[:WRITTEN], self._hearings)[0]
 
     def note_named(self, teller: PeerId, named: Sequence[PeerId], now_s: float) -> None:
         """Note the peers that a node names as near. Those that are nearer than where we write are to be asked."""

@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 from noloco_node.libp2p import dht_records
 from noloco_node.libp2p.dht_records import DhtRecords
-from noloco_node.libp2p.hivemind_compat import HeldRecords
 from noloco_node.libp2p.record_checks import SIGNATURE_BYTES
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret
 
@@ -100,7 +99,7 @@ class MemoryNode:
     def distance(self, place: bytes, peer: str) -> int:
         return _far(place, peer)
 
-    async def find(self, peer: str, place: bytes, known: object) -> HeldRecords | None:
+    async def find(self, peer: str, place: bytes, known: object) -> Entries | None:
         self.dht.asked[self.me] += 1
         if not self.dht.reaches(self.me, peer):
             await asyncio.sleep(ANSWER_S)
@@ -108,10 +107,7 @@ class MemoryNode:
         now_s = UNIX_S + asyncio.get_running_loop().time()
         entries = self.dht.kept[peer].get(place, {})
         kept = {subkey: each for subkey, each in entries.items() if each.expiration_time > now_s}
-        if peer in self.dht.mirrors:
-            kept = {subkey: each for subkey, each in kept.items() if subkey == self.me}
-        named: Any = self.dht.search(peer, place, NAMED)
-        return HeldRecords(kept, named)
+        return {subkey: each for subkey, each in kept.items() if peer not in self.dht.mirrors or subkey == self.me}
 
     async def store(self, peer: str, place: bytes, subkey: str, packed: bytes, expiry: float) -> bool | None:
         if not self.dht.reaches(self.me, peer):
