@@ -99,8 +99,7 @@ class EvaluationMachine:
 
     async def best_loss(self) -> float | None:
         kept = await asyncio.to_thread(evaluated_in, self._directory)
-        # Weights that an earlier version has kept do not name their text.
-        return min((each.held_out_loss for each in kept.values() if each.text in ("", self._digest)), default=None)
+        return min((each.held_out_loss for each in kept.values() if each.text == self._digest), default=None)
 
     async def keep(self, evaluated: Checkpoint) -> None:
         counters = structs.replace(evaluated.counters, text=self._digest)

@@ -183,8 +183,8 @@ def reading_with_tokenizer(homes: Sequence[Path], recipe: RunFileText) -> DataCo
     data = recipe.run.data
     if not data.has_travelling_tokenizer:
         return data
-    for place in (place for home in homes for place in HomePaths(home).tokenizers_of(recipe.digest)):
-        store = WeightStore.filling(place, data.tokenizer_files)
+    for place in (place for home in homes for place in HomePaths(home).places_of(recipe.digest)):
+        store = WeightStore.filling(place.tokenizer, data.tokenizer_files)
         if not store.missing(store.all_pieces()):
             return with_tokenizer_in(data, store.directory)
     raise config_error(
