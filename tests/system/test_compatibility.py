@@ -153,8 +153,7 @@ def test_a_journal_of_then_is_read(home: Path) -> None:
 
 def test_a_checkpoint_of_then_is_loaded(home: Path) -> None:
     digest = files.recipe().digest
-    paths = files.paths_in(home)
-    own = product.OwnCheckpoints(paths.checkpoint, paths.snapshots, digest, files.ME, files.unheard)
+    own = files.checkpoints_in(home)
     assert asyncio.run(own.served()) == files.STAGE
     loaded = asyncio.run(own.load(files.STAGE))
     assert loaded is not None
@@ -166,9 +165,7 @@ def test_a_checkpoint_of_then_is_loaded(home: Path) -> None:
 
 
 def test_a_snapshot_of_then_is_loaded(home: Path) -> None:
-    loaded = asyncio.run(
-        product.DirectoryStore(files.paths_in(home).snapshots, files.recipe().digest).newest(files.OTHER_STAGE)
-    )
+    loaded = asyncio.run(files.checkpoints_in(home).slow(files.OTHER_STAGE))
     assert loaded is not None
     assert files.same_checkpoint(loaded, files.snapshot())
 

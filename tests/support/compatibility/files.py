@@ -206,7 +206,7 @@ def write_home(path: Path) -> None:
         ledger.keep()
         paths = home.enter(recipe().digest)
         product.save_checkpoint(paths.checkpoint, checkpoint())
-        asyncio.run(product.DirectoryStore(paths.snapshots, recipe().digest).keep(snapshot()))
+        asyncio.run(checkpoints_in(path).keep(snapshot()))
         manifest, settled, found = followed()
         keep = partial(path)
         keep.follow(None, frozenset())
@@ -219,6 +219,11 @@ def write_home(path: Path) -> None:
 
 def partial(home: Path) -> Any:
     return product.Partial(paths_in(home).partial_download, recipe().digest, OTHER_STAGE, unheard)
+
+
+def checkpoints_in(home: Path) -> Any:
+    paths = paths_in(home)
+    return product.OwnCheckpoints(paths.checkpoint, paths.snapshots, recipe().digest, ME, unheard)
 
 
 def paths_in(home: Path) -> Any:
