@@ -49,6 +49,7 @@ from noloco_node.state_sync.snapshot_keeper import snapshot_of
 from noloco_node.state_sync.starting_state import AGAIN_S, ATTEMPTS
 from noloco_node.storage import atomic_file
 from noloco_node.storage.checkpoint import Checkpoint, arrays_of, load
+from noloco_node.swarm.invite import SCHEME
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
 
@@ -56,7 +57,7 @@ RUN = recipe(replicas=2)
 PLAN = model_layout(RUN.run)
 BEHIND = RUN.run.outer.staleness_at_most
 
-INVITE = f"noloco1:{'a' * 64}@/ip4/127.0.0.1/tcp/1/p2p/12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
+INVITE = f"{SCHEME}{'a' * 64}@/ip4/127.0.0.1/tcp/1/p2p/12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
 
 
 def drawn(stage: int, seed: int) -> tuple[Tensor, ...]:

@@ -53,7 +53,7 @@ from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.storage.checkpoint import Checkpoint, load_latest
 from noloco_node.storage.home import HomePaths
 
-pytestmark = pytest.mark.network
+pytestmark = [pytest.mark.network, pytest.mark.shared]
 
 E = TypeVar("E")
 
