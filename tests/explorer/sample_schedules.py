@@ -67,12 +67,12 @@ RETURN_SHARE = 0.3
 
 
 class SampleFault(NamedTuple):
-    """`for_s`: how long it lasts. `count`: nodes, or the members that end a minute. `how`: holders lie."""
+    """`for_s`: how long it lasts. `number`: of nodes, or of members that end a minute. `how`: holders lie."""
 
     at_s: float
     kind: str
     for_s: float = 0.0
-    count: int = 0
+    number: int = 0
     how: str = ""
 
 
@@ -109,7 +109,7 @@ def _faults(rng: Random) -> Iterator[SampleFault]:
         for_s = round(rng.choice((rng.uniform(20.0, 200.0), rng.uniform(200.0, 1000.0))), 1)
         match rng.choice(("holders die", "holders lie", "view dies", "partition", "churn")):
             case "holders die":
-                yield SampleFault(at_s, "holders die", count=rng.randint(*HOLDERS))
+                yield SampleFault(at_s, "holders die", number=rng.randint(*HOLDERS))
             case "holders lie":
                 how = rng.choice(("keep nothing", "keep the old", "show each its own"))
                 yield SampleFault(at_s, "holders lie", for_s, rng.randint(*HOLDERS), how)
@@ -217,7 +217,7 @@ class SampleSwarm:
         self.lasting += 1
         match fault.kind:
             case "holders die":
-                await self._end_all(self._holders(fault.count))
+                await self._end_all(self._holders(fault.number))
             case "view dies":
                 reader = self.rng.choice(list(self.members.values()))
                 await self._end_all([each.peer for each in reader.membership.roster.stage(0)])
@@ -258,7 +258,9 @@ class SampleSwarm:
         liars = {"keep nothing": dht.liars, "keep the old": dht.frozen}.get(fault.how, dht.mirrors)
         # More than half of the nodes that a search finds would be too many for any reader.
         room = HOLDERS[1] - len(dht.liars | dht.frozen | dht.mirrors)
-        names = [name for name in self._holders(fault.count) if name not in dht.liars | dht.frozen | dht.mirrors][:room]
+        names = [name for name in self._holders(fault.number) if name not in dht.liars | dht.frozen | dht.mirrors][
+            :room
+        ]
         liars.update(names)
         await asyncio.sleep(fault.for_s)
         liars.difference_update(names)
@@ -277,7 +279,7 @@ class SampleSwarm:
     async def _churn(self, fault: SampleFault) -> None:
         ends_s = loop_s() + fault.for_s
         while loop_s() < ends_s:
-            await asyncio.sleep(self.rng.expovariate(fault.count / 60.0))
+            await asyncio.sleep(self.rng.expovariate(fault.number / 60.0))
             if len(self.members) > LEAST_MEMBERS:
                 self._end(self.rng.choice(list(self.members)))
                 await self._come()
