@@ -173,7 +173,7 @@ def _lost(recipe: RunFileText, roster: Roster, number: int, tries: str, *, any_c
         f"{serves}, and {keeps}.",
         why=f"the roster of the run {recipe.digest[:12]} lists {replicas} replicas of it; {tries} to the end",
         hint="add homes of peers that served it, or kept snapshots of it, with --from-home DIR; or try again when "
-        "`noloco-node status` shows a replica of the stage. Finished stages are kept",
+        "`noloco-node status` shows a replica of the stage. What has come is kept",
         code=Exit.UNREACHABLE,
     )
 
@@ -183,8 +183,8 @@ def reading_with_tokenizer(homes: Sequence[Path], recipe: RunFileText) -> DataCo
     data = recipe.run.data
     if not data.has_travelling_tokenizer:
         return data
-    for place in (place for home in homes for place in HomePaths(home).tokenizers_of(recipe.digest)):
-        store = WeightStore.filling(place, data.tokenizer_files)
+    for place in (place for home in homes for place in HomePaths(home).places_of(recipe.digest)):
+        store = WeightStore.filling(place.tokenizer, data.tokenizer_files)
         if not store.missing(store.all_pieces()):
             return with_tokenizer_in(data, store.directory)
     raise config_error(

@@ -39,6 +39,7 @@ from noloco_node.run.runfile import decode_run
 from noloco_node.storage.checkpoint import Checkpoint, save
 from noloco_node.storage.home import Home
 from noloco_node.storage.weight_store import WeightStore
+from noloco_node.swarm.invite import SCHEME
 from noloco_node.swarm.run_distribution import RunFileText
 from pipeline.model_config import prepare
 
@@ -132,19 +133,18 @@ def test_homes_are_merged_without_the_outlier_and_the_straggler(tmp_path: Path) 
 
 def test_each_run_of_a_home_is_exported_from_its_own_directory(tmp_path: Path) -> None:
     """Also the run that the home has left: its directory is a home by itself."""
-    made = Homes(tmp_path)
-    home = made.make("a", 0, made.weights(0))
-    recipe = recipe_of([home])
-    before = of_homes([home], recipe)
+    made, home = Homes(tmp_path), tmp_path / "a"
+    recipe, kept = made.recipe, made.checkpoint(0, "a", made.weights(0))
     with Home.open(home) as opened:
         paths = opened.enter(recipe.digest)
         paths.keep_run_file(recipe.text)
+        save(paths.checkpoint, kept)
         opened.keep_run_file(recipe.text.replace('name = "', 'name = "another-'))
         other = opened.enter("b" * 64)
     assert recipe_of([home]).digest != recipe_of([paths.path]).digest == recipe.digest
     for place in (home, paths.path):
         (found,) = of_homes([place], recipe)
-        assert found.counters == before[0].counters
+        assert found.counters == kept.counters
     assert of_homes([other.path], recipe) == []
 
 
@@ -437,7 +437,7 @@ def test_an_export_takes_the_invite_that_a_home_keeps(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(exporter, "export", export)
     kept, another = (
-        f"noloco1:{digit * 64}@/ip4/127.0.0.1/tcp/1/p2p/12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
+        f"{SCHEME}{digit * 64}@/ip4/127.0.0.1/tcp/1/p2p/12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
         for digit in "ab"
     )
     (tmp_path / "invite").write_text(f"{kept}\n")
