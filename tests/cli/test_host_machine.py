@@ -35,8 +35,8 @@ async def evaluate(machine: EvaluationMachine, before: float | None, found: Chec
 def test_the_best_is_the_best_on_one_text(tmp_path: Path) -> None:
     """Another --data begins anew, and its first evaluation takes the place of the weights that are kept."""
     run, best = decode_run(TEXT, "the test's"), tmp_path / "best"
-    save(best, evaluated(1.0, 1), 1)  # of an earlier version, which named no text
-    for name, before, kept in (("one", 1.0, 2.0), ("two", None, 3.0), ("two", 3.0, 2.5), ("one", None, 4.0)):
+    save(best, evaluated(1.0, 1), 1)  # it names no text
+    for name, before, kept in (("one", None, 2.0), ("two", None, 3.0), ("two", 3.0, 2.5), ("one", None, 4.0)):
         (tmp_path / name).mkdir(exist_ok=True)
         text = "".join(f"{name} or {number} is the question, and the answer\n" for number in range(2000))
         (tmp_path / name / "text.txt").write_text(text)
