@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -18,7 +18,7 @@ from statistics import median_low
 from gossip.exchange.codec import norm
 from gossip.exchange.messages import Busy, Manifest, Parts, ReplicaState
 from gossip.transfer.donor import Donor, DonorLimits
-from gossip.transfer.download import OUTLYING_ROUNDS, download_state, piece_s
+from gossip.transfer.download import OUTLYING_ROUNDS, Objection, piece_s
 from noloco_node.machine.interface import CheckpointArchive, Reporter, Runner
 from noloco_node.network.calls import patient
 from noloco_node.network.interface import Conversation, PeerNetwork
@@ -234,17 +234,11 @@ class SnapshotKeeper:
         if not kept:
             raise ConnectionRefusedError("none of its replicas answered")
         chosen = found[self._rng.choice(kept)]
-        wanted = subject.wanted(self._server.deadline_s(subject.weight_bytes))
-        state = await download_state(
-            [chosen.peer],
-            subject.converse(self._network),
-            replace(wanted, objection=self._objection(chosen)),
-            self._device.beside,
-            passes=1,
-        )
+        deadline_s, objection = self._server.deadline_s(subject.weight_bytes), self._objection(chosen)
+        state = await subject.fetch(self._network, [chosen.peer], deadline_s, self._device.beside, objection)
         return snapshot_of(state, chosen.peer, number, self._config.run_id)
 
-    def _objection(self, chosen: ReplicaSummary) -> Callable[[str, Manifest], Awaitable[str | None]]:
+    def _objection(self, chosen: ReplicaSummary) -> Objection:
         async def objection(_: str, manifest: Manifest) -> str | None:
             if manifest.round > chosen.round + max(self._config.every, OUTLYING_ROUNDS):
                 return f"it is in round {manifest.round}, and was in round {chosen.round} a moment ago"
