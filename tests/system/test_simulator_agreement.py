@@ -61,7 +61,7 @@ SEED, STAGES, WINDOW, MICROBATCH, RATE, PER_ROUND = 3, 2, 2, 4, 0.003, 6
 REFRESH_S = 0.5
 ENDLESS = 1_000_000
 """Inner steps of a run that is left before its end."""
-MEETINGS = 5
+MEETINGS = 3
 """That each replica has before such a run is left."""
 
 
