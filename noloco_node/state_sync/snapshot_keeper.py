@@ -1,8 +1,8 @@
 """Slow weights of other stages, kept and served so that no stage dies with its last replica.
 
-A peer serves its last checkpoints of stages that it served before. With `--keep-snapshots ROUNDS` it also takes a stage
-snapshot that is so many rounds further than the last one, from a random one of the replicas that agree on round and
-norm. It serves one stage at a time, and a stage without replicas in any case (docs/design/catching-up.md).
+A peer serves its last checkpoints of stages that it served before, one stage at a time. With `--keep-snapshots ROUNDS`
+it also takes a stage snapshot that is so many rounds further than the last one, from a random one of the replicas that
+agree on round and norm, and serves a stage without replicas in any case (docs/design/catching-up.md).
 """
 
 from __future__ import annotations
@@ -203,14 +203,11 @@ class SnapshotKeeper:
         """Return the rounds of each stage's replicas, as far as the stage may be asked now."""
         now_s = loop_s()
         return [
-            [record.round for record in self._at_work(number)]
+            [record.round for record in training_at(self._roster(), number)]
             if number != self._config.own and now_s >= self._not_before_s.get(number, 0.0)
             else []
             for number in range(len(self._server.shapes))
         ]
-
-    def _at_work(self, number: int) -> list[PeerRecord]:
-        return at_work(self._roster(), number)
 
     async def _take(self, number: int) -> None:
         try:
@@ -227,7 +224,7 @@ class SnapshotKeeper:
     async def _fetch(self, number: int) -> Checkpoint:
         """Return the slow weights of one replica of a stage; raise `OSError` if no replica gives them."""
         subject = WeightsOf(number, self._server.shapes[number], STATE)
-        peers = [record.peer for record in self._at_work(number)]
+        peers = [record.peer for record in training_at(self._roster(), number)]
         replies = await ask_manifests(self._network, self._rng.sample(peers, min(REPLICAS_ASKED, len(peers))), subject)
         found = possible(replies.offers, self._config.every)
         kept, _ = drop_outliers(found, self._config.every)
@@ -269,7 +266,7 @@ def snapshot_of(state: ReplicaState, peer: str, stage: int, run_id: str) -> Chec
     return Checkpoint(counters, {"slow": state.slow})
 
 
-def at_work(roster: Roster, number: int) -> list[PeerRecord]:
+def training_at(roster: Roster, number: int) -> list[PeerRecord]:
     """Return the replicas that train at a stage."""
     return [record for record in roster.stage(number) if record.state is PeerState.TRAINING]
 

@@ -216,6 +216,6 @@ async def _asked(network: PeerNetwork, peer: str) -> float:
         reply = await ask(
             network, peer, HISTORY_TOPIC, HISTORY_SCHEMA, ReachedRequest(), ReachedReply, HISTORY_PATIENCE_S
         )
-    except ConnectionError:  # an older version does not remember
+    except ConnectionError:
         return 0.0
     return reply.progress
