@@ -70,7 +70,7 @@ class HostDisk(Host):
         return await self.device.beside(StateFile, self._home.path, state)
 
     def partial_download(self, stage: int) -> PartialDownload:
-        return PartialDownload(self._home.partial_download, self._recipe.digest, stage, say)
+        return PartialDownload(self._home.partial_download, stage, say)
 
     def unix_time(self) -> float:
         return time.time()

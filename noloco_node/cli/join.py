@@ -236,7 +236,7 @@ class _Participant:
         self.run = self.run or await self._fetch_run(network)
         recipe, machine = self.run
         self.sessions.share_with_rounds(GOSSIP, recipe.run.outer.line_share)
-        history = RunHistory(self.home.run(recipe.digest).run_history, recipe.digest, say)
+        history = RunHistory(self.home.run(recipe.digest).run_history, say)
         with closing(machine.host(network.peer_id)) as host:
             await network.serve(HISTORY_TOPIC, HISTORY_SCHEMA, history.serve)
             asked, options = self._asked(network), self.options
