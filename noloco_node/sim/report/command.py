@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -19,7 +19,7 @@ import msgspec
 import torch
 from msgspec import structs
 
-from noloco_node.errors import Exit, UserError, config_error, leaves, storage_error, usage_error
+from noloco_node.errors import Exit, UserError, config_error, leaves, os_errors_as, storage_error, usage_error
 from noloco_node.run.fields import no_line, refuse
 from noloco_node.run.runfile import load_run
 from noloco_node.sim.clock import Deadlock
@@ -37,6 +37,7 @@ from noloco_node.web.places import PagePlace
 from noloco_node.web.server import Page, page_in_thread
 
 DEFAULT_OUT = Path("noloco-simulation")
+_HINT = "free some space, or give another with --out"
 Say = Callable[[str], None]
 
 
@@ -171,7 +172,8 @@ def _simulate(setting: SimSetup, trace: Path | None, page: Page | None) -> Repor
         pages: list[PageWatcher] = []
         if trace is not None:
             stack.callback(_unmake, trace)
-            _make(trace)
+            with _written(trace):
+                trace.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(trace_file(trace / "events.jsonl"))
 
         def watch(world: World) -> list[Watcher]:
@@ -216,7 +218,8 @@ def _look_at(directory: Path) -> None:
         there = there.parent
     if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
         return
-    raise _refused(directory, f"{there} is {'not writable' if there.is_dir() else 'no directory'}")
+    why = f"{there} is {'not writable' if there.is_dir() else 'no directory'}"
+    raise storage_error(f"cannot write {directory}", why, _HINT)
 
 
 def _write(directory: Path, report: Report) -> None:
@@ -227,19 +230,11 @@ def _write(directory: Path, report: Report) -> None:
         "report.txt": "\n".join([*lines(report), ""]).encode(),
         "report.json": msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n",
     }
-    _make(directory)
-    for name, content in files.items():
-        try:
-            atomic_file.write_whole(directory / name, content, public=True)
-        except UserError as trouble:
-            raise _refused(directory / name, trouble.why) from trouble
-
-
-def _make(directory: Path) -> None:
-    try:
+    with _written(directory):
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _refused(directory, error.strerror or str(error)) from error
+    for name, content in files.items():
+        with _written(directory / name):
+            atomic_file.write(directory / name, content, public=True)
 
 
 def _unmake(directory: Path) -> None:
@@ -251,14 +246,11 @@ def _unmake(directory: Path) -> None:
 @contextmanager
 def trace_file(path: Path) -> Iterator[BinaryIO]:
     """Yield a file to write, which is at `path` once the block has ended well."""
-    try:
-        with atomic_file.replacing(path) as aside:
-            with aside.open("wb") as file:
-                yield file
-            atomic_file.flush(aside)
-    except OSError as error:
-        raise _refused(path, error.strerror or str(error)) from error
+    with _written(path), atomic_file.replacing(path) as aside:
+        with aside.open("wb") as file:
+            yield file
+        atomic_file.flush(aside)
 
 
-def _refused(path: Path, why: str) -> UserError:
-    return storage_error(f"cannot write {path}", why=why, hint="free some space, or give another with --out")
+def _written(path: Path) -> AbstractContextManager[None]:
+    return os_errors_as(storage_error, f"cannot write {path}", _HINT)
