@@ -41,18 +41,16 @@ _HINT = "free some space, or give another with --out"
 Say = Callable[[str], None]
 
 
-class SimulationFlags(NamedTuple):
-    """The options of the command line about the swarm; None keeps the scenario's. `peers`: stages times replicas."""
+class SimulationRequest(NamedTuple):
+    """What a person asked for. Of the swarm, None keeps the scenario's; `peers`: stages times replicas.
+
+    `out`: where the results go; None takes the default, or with `as_json` writes nothing.
+    """
 
     peers: int | None = None
     stages: int | None = None
     rounds: int | None = None
     seed: int | None = None
-
-
-class SimulationRequest(NamedTuple):
-    """The output that a person asked for. `out`: None takes the default, or with `as_json` writes nothing."""
-
     out: Path | None = None
     as_json: bool = False
     trace: bool = False
@@ -65,12 +63,12 @@ class SimulationRequest(NamedTuple):
         return DEFAULT_OUT if self.trace or not self.as_json else None
 
 
-def simulate_scenario(path: Path | None, flags: SimulationFlags, wanted: SimulationRequest, say: Say) -> int:
+def simulate_scenario(path: Path | None, wanted: SimulationRequest, say: Say) -> int:
     """Simulate a scenario; `say` prints what the command returns. Return the exit code; raises `UserError`.
 
     A swarm that came to a standstill has its report, and 1.
     """
-    setting = complete(put_together(path, flags), path)
+    setting = complete(put_together(path, wanted), path)
     directory = wanted.directory
     if directory is not None:
         _look_at(directory)
@@ -101,8 +99,8 @@ def _simulate_and_tell(
 # The scenario.
 
 
-def put_together(path: Path | None, flags: SimulationFlags) -> Scenario:
-    """Return the file's scenario with the flags' changes; raise `UserError` where they cannot be."""
+def put_together(path: Path | None, wanted: SimulationRequest) -> Scenario:
+    """Return the file's scenario with the changes that a person asked for; raise `UserError` where they cannot be."""
     scenario = Scenario() if path is None else load_scenario(path)
     swarm = scenario.swarm
     if swarm.run is not None and not Path(swarm.run).is_file():
@@ -111,17 +109,17 @@ def put_together(path: Path | None, flags: SimulationFlags) -> Scenario:
             f"there is no file {swarm.run}",
             "correct the path, which is relative to the scenario; `noloco-node init` writes a run file",
         )
-    if flags.seed is not None:
-        scenario = structs.replace(scenario, seed=flags.seed)
-    if flags.stages is not None:
-        swarm = structs.replace(swarm, stages=flags.stages)
-    if flags.rounds is not None:
-        swarm = structs.replace(swarm, rounds=flags.rounds)
-    if flags.peers is not None:
+    if wanted.seed is not None:
+        scenario = structs.replace(scenario, seed=wanted.seed)
+    if wanted.stages is not None:
+        swarm = structs.replace(swarm, stages=wanted.stages)
+    if wanted.rounds is not None:
+        swarm = structs.replace(swarm, rounds=wanted.rounds)
+    if wanted.peers is not None:
         stages = swarm.stages
         if stages is None:
             stages = (base(False) if swarm.run is None else load_run(Path(swarm.run))).pipeline.stages
-        swarm = structs.replace(swarm, stages=stages, replicas=_replicas(flags.peers, stages))
+        swarm = structs.replace(swarm, stages=stages, replicas=_replicas(wanted.peers, stages))
     return structs.replace(scenario, swarm=swarm)
 
 
