@@ -27,10 +27,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
+from itertools import combinations
 from random import Random
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
 TIMES = 6.0
 """Of the usual distance, which is a square: two and a half times the usual difference."""
-LEAST_KNOWN, MOST_KNOWN, MOST_COMPARED = 4, 32, 16
+LEAST_KNOWN, MOST_KNOWN, MOST_COMPARED = 3, 32, 16
 """Distances known before any replica is judged; those remembered of a replica, and of how many replicas."""
 LEAST_REPLICAS = 3
 MOST_ACCUSERS = 8
@@ -62,11 +63,11 @@ PAROLE = 0.5
 """Score that is missing to the limit after a quarantine."""
 QUARANTINES_S = (600.0, 3600.0, 6 * 3600.0)
 DOUBT_S = 600.0
-FIRST_CHECKS = 20.0
+FIRST_CHECKS = 24.0
 """Calls that a sender may spend on checks before it knows any replica; it is also the most that it saves."""
-KEPT = 4.0
+KEPT = 6.0
 """Calls of it that are kept for suspected replicas."""
-FULL_CHECK = 2.0
+FULL_CHECK = 4.0
 """Calls of a check at most."""
 DRAWN = 1 / 4
 """The chance of a microbatch to be checked while the budget allows it."""
@@ -182,6 +183,30 @@ class Offsets:
         self._offsets.pop(peer, None)
 
 
+class Split(NamedTuple):
+    """The answers to one microbatch: `alike`, `near` to each other, and the odd ones by how far they are from these."""
+
+    alike: tuple[str, ...]
+    near: float
+    odd: dict[str, float]
+
+    @classmethod
+    def of(cls, apart: Mapping[tuple[str, str], float]) -> Split:
+        """Split three or more answers by the distances of all pairs: two of three are alike, or three of more."""
+        answers = tuple(dict.fromkeys(peer for pair in apart for peer in pair))
+
+        def widest(group: tuple[str, ...]) -> float:
+            return max(each for pair, each in apart.items() if set(pair) <= set(group))
+
+        def nearest(peer: str) -> float:
+            return min(each for pair, each in apart.items() if peer in pair and set(pair) & set(alike))
+
+        alike = min(combinations(answers, min(3, len(answers) - 1)), key=widest)
+        near = widest(alike)
+        far = {peer: nearest(peer) for peer in answers if peer not in alike}
+        return cls(alike, near, {peer: each for peer, each in far.items() if each > TIMES * near})
+
+
 class Verdicts:
     """One sender's judgement on the replicas of its next stage. `deep`: further stages lie behind that one."""
 
@@ -214,20 +239,27 @@ class Verdicts:
         return True
 
     def judge(self, apart: dict[tuple[str, str], float], replicas: Collection[str], now_s: float) -> list[Verdict]:
-        """Judge by the distances between three answers; return the verdicts, that on the odd one first.
+        """Judge by the distances between three or more answers; return the verdicts on the odd ones.
 
         `replicas`: all that work for us; those in quarantine may be among them.
         """
-        (pair, near), (wider, far), _ = sorted(apart.items(), key=lambda item: item[1])
-        (odd,) = {peer for each in apart for peer in each} - set(pair)
-        clear, usual = far > TIMES * near, self.usual
-        # Three that are equally far apart are three honest ones; two that agree may just have met.
-        self._note(*((pair, near) if clear else (wider, far)))
-        if now_s < self._doubts_until_s or not (clear and near <= TIMES * usual < far):
+        split = Split.of(apart)
+        if split.odd:
+            for pair in combinations(split.alike, 2):
+                self._note(pair, apart[pair])
+        else:
+            # Three that are equally far apart are three honest ones; two that agree may just have met.
+            self._note(*sorted(apart.items(), key=lambda item: item[1])[1])
+        usual = self.usual
+        odd = {peer: far for peer, far in split.odd.items() if split.near <= TIMES * usual < far}
+        if now_s < self._doubts_until_s or not odd:
             return []
-        for peer in pair:
+        for peer in split.alike:
             self._pass(peer)
-        return self._struck(Verdict(odd, CheckFinding.STRUCK, far, usual), far, pair, replicas, now_s)
+        strikes = (Verdict(peer, CheckFinding.STRUCK, far, usual) for peer, far in odd.items())
+        return [
+            each for strike in strikes for each in self._struck(strike, strike.distance, split.alike, replicas, now_s)
+        ]
 
     def watch(self, peer: str, gradient: Tensor, replicas: Collection[str], now_s: float) -> list[Verdict]:
         """Judge a replica by the means of its gradients, of which this is the last; `replicas` as for `judge`."""
@@ -271,6 +303,8 @@ class Verdicts:
         return [Verdict(peer, CheckFinding.PAROLED) for peer in sorted(over)]
 
     def _note(self, pair: tuple[str, str], distance: float) -> None:
+        if distance == 0.0:
+            return  # of weights that are still the same, or of replicas that collude
         self._known += 1
         for peer in pair:
             self._distances[peer] = seen = self._distances.pop(peer, None) or deque(maxlen=MOST_KNOWN)
@@ -300,6 +334,8 @@ class Verdicts:
         return record
 
 
+MEANS_WEIGHT, MOST_DISTANCE = 6.0, 2.0
+"""The weight of the square between the means of two gradients in their distance, and the most that it adds."""
 MOST_ASKED = 4
 """Replicas that are asked for a check; some are busy."""
 MOST_ANSWERED = 1024
@@ -342,8 +378,9 @@ class SpotChecks:
         self._record, self._shut_out = record, shut_out
         self._budget = CheckBudget(settings.rate)
         self._verdicts = Verdicts(deep=settings.stage + 2 < settings.stages)
-        self._answered: dict[str, None] = {}
-        """Replicas that have returned a gradient to us, the last one last: names alone are no majority."""
+        self._answered: dict[str, bool] = {}
+        """Replicas that have returned a gradient to us, the last one last: names alone are no majority. True: one of
+        its answers was near another's."""
         self._counts: Counter[str] = Counter()
 
     def hops(self) -> Sequence[Hop]:
@@ -358,21 +395,21 @@ class SpotChecks:
         """Now and then call a second and a third replica too; return the gradient to use for a microbatch."""
         if microbatch.learnt_share * count_of(self._codec.down, microbatch.hidden) < LEAST_VALUES:
             return reply
-        self._answered.pop(peer, None)
-        self._answered[peer] = None
+        agreed = self._answered[peer] = self._answered.pop(peer, False)
         if len(self._answered) > MOST_ANSWERED:
             del self._answered[next(iter(self._answered))]
         self._budget.earn()
         # At once: behind an outer step each gradient would wait for seconds, and the mean takes milliseconds.
         self._note(self._verdicts.watch(peer, self._mean(reply), self._working(), now_s()))
         if peer in self._verdicts.quarantined or not self._budget.allows(
-            suspected=self._verdicts.suspects(peer), drawn=self._rng.random()
+            suspected=not agreed or self._verdicts.suspects(peer), drawn=self._rng.random()
         ):
             return reply
         others = [hop.peer for hop in self.hops() if hop.peer in self._answered and hop.peer != peer]
         if 1 + len(others) < LEAST_REPLICAS:
             return reply
         self._rng.shuffle(others)
+        others.sort(key=lambda other: not self._answered[other])
         try:
             # Time is left for the way up, or a check would lose what it was to protect.
             async with asyncio.timeout_at((now_s() + deadline_s) / 2):
@@ -398,20 +435,29 @@ class SpotChecks:
             answers[other] = answer
             if len(answers) == 2 and self._verdicts.agree(peer, other, apart[peer, other]):
                 self._counts["agreed"] += 1
-                break
-            if len(answers) == LEAST_REPLICAS:
-                return self._judged(peer, answers, apart)
+                self._answered |= dict.fromkeys(answers, True)
+                return reply
+            if len(answers) >= LEAST_REPLICAS:
+                split = Split.of(apart)
+                # Three of which none is odd are honest; an odd one needs three that are alike, if there are so many.
+                decided = bool(split.odd) == (len(answers) > LEAST_REPLICAS)
+                if decided or len(answers) == 1 + len(others):
+                    return self._judged(peer, answers, apart, split.alike)
         return reply
 
-    def _judged(self, peer: str, answers: dict[str, Gradient], apart: dict[tuple[str, str], float]) -> Gradient:
+    def _judged(
+        self, peer: str, answers: dict[str, Gradient], apart: dict[tuple[str, str], float], alike: Sequence[str]
+    ) -> Gradient:
         verdicts = self._verdicts.judge(apart, self._working(), now_s())
         self._note(verdicts)
-        reply = answers.pop(peer)
-        if verdicts and verdicts[0].peer == peer:
-            believed = next(iter(answers.values()))
-            # The receipt still goes to the peer that computed the loss for the first.
-            reply = replace(reply, hidden=believed.hidden, loss=believed.loss)
-        return reply
+        reply, struck = answers[peer], {each.peer for each in verdicts if each.finding is CheckFinding.STRUCK}
+        if struck:
+            self._answered |= dict.fromkeys(struck, False) | dict.fromkeys(alike, True)
+        if peer not in struck:
+            return reply
+        believed = answers[alike[0]]
+        # The receipt still goes to the peer that computed the loss for the first.
+        return replace(reply, hidden=believed.hidden, loss=believed.loss)
 
     async def _ask(self, peer: str, microbatch: Microbatch) -> Gradient | None:
         self._budget.spend()
@@ -430,7 +476,12 @@ class SpotChecks:
         first, second = (
             decode(self._codec.back, hidden, seed) for hidden in (one.hidden, other.hidden) if hidden is not None
         )
-        return max(distance(first, second), ((one.loss - other.loss) / (abs(one.loss) + abs(other.loss) + TINY)) ** 2)
+        apart = mean_of_rows(first.flatten(0, -2)) - mean_of_rows(second.flatten(0, -2))
+        return max(
+            distance(first, second),
+            min(MOST_DISTANCE, MEANS_WEIGHT * float(apart.square().sum())),
+            ((one.loss - other.loss) / (abs(one.loss) + abs(other.loss) + TINY)) ** 2,
+        )
 
     def _mean(self, reply: Gradient) -> Tensor:
         """Return the mean of a gradient over some tokens, drawn by chance."""
