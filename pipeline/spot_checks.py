@@ -1,11 +1,12 @@
 """Spot checks of the next stage: a second replica gets some microbatches too, and the two replies are compared.
 
 A check is an ordinary microbatch: a replica cannot answer checks honestly and other microbatches not. The second
-replica is asked after the first has answered. The sender waits for the check, so the odd reply of three does no harm:
-the second replaces it. docs/design/trust.md has the reasons.
+replica is asked after the first has answered. The sender waits for the check, so an odd reply does no harm: another
+replaces it. The replies of a replica are checked until one has agreed. docs/design/trust.md has the reasons.
 
 The usual distance between honest replies is learnt from pairs that agree. Where two are farther apart than TIMES of the
-median, a third replica is asked. If one reply is so far from both others, while these agree, its replica is struck:
+median, a third replica is asked. If one reply is so far from both others, while these agree, more replicas are asked:
+two that collude are not to outvote an honest one. A replica is struck if three others agree, and it is far from them:
 
     score       a strike adds its distance (2: the opposite of the others, 1: noise or nothing); a passed check
                 takes a part of it away
@@ -16,10 +17,11 @@ median, a third replica is asked. If one reply is so far from both others, while
 Where stages lie behind the next, an honest replica passes on what a liar there returned, so limits are higher. A sender
 that finds half of the stage guilty is probably at fault itself: it frees all of them and judges no replica for a while.
 
-A replica that adds the same vector to every gradient stays below the distance of a check. So a sender also takes the
-mean over some tokens of every gradient that it gets. The mean of a replica's differences from the others is short if
-they point here and there, as those of honest replicas do, and a constant one adds up. A replica goes into quarantine if
-this mean is long, is most of what its differences are, and stands apart from the means of most other replicas.
+A replica that adds the same vector to every gradient is near in each token. So the distance of a check is also that of
+the means over tokens, and a sender takes the mean over some tokens of every gradient that it gets. The mean of a
+replica's differences from the others is short if they point here and there, as those of honest replicas do, and a
+constant one adds up. A replica goes into quarantine if this mean is long, is most of what its differences are, and
+stands apart from the means of most other replicas.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ DOUBT_S = 600.0
 FIRST_CHECKS = 24.0
 """Calls that a sender may spend on checks before it knows any replica; it is also the most that it saves."""
 KEPT = 6.0
-"""Calls of it that are kept for suspected replicas."""
+"""Calls of it that are kept for replicas that are suspected or have not agreed yet."""
 FULL_CHECK = 4.0
 """Calls of a check at most."""
 DRAWN = 1 / 4
@@ -245,8 +247,9 @@ class Verdicts:
         """
         split = Split.of(apart)
         if split.odd:
-            for pair in combinations(split.alike, 2):
-                self._note(pair, apart[pair])
+            for pair, each in apart.items():
+                if set(pair) <= set(split.alike):
+                    self._note(pair, each)
         else:
             # Three that are equally far apart are three honest ones; two that agree may just have met.
             self._note(*sorted(apart.items(), key=lambda item: item[1])[1])
@@ -379,8 +382,8 @@ class SpotChecks:
         self._budget = CheckBudget(settings.rate)
         self._verdicts = Verdicts(deep=settings.stage + 2 < settings.stages)
         self._answered: dict[str, bool] = {}
-        """Replicas that have returned a gradient to us, the last one last: names alone are no majority. True: one of
-        its answers was near another's."""
+        """Replicas that have returned a gradient to us, the last one last: names alone are no majority. True: the
+        last check of its answers found them near others."""
         self._counts: Counter[str] = Counter()
 
     def hops(self) -> Sequence[Hop]:
@@ -392,7 +395,7 @@ class SpotChecks:
         return tuple([hop for hop in hops if hop.peer not in self._verdicts.quarantined])
 
     async def check(self, peer: str, microbatch: Microbatch, reply: Gradient, deadline_s: float) -> Gradient:
-        """Now and then call a second and a third replica too; return the gradient to use for a microbatch."""
+        """Now and then call other replicas too; return the gradient to use for a microbatch."""
         if microbatch.learnt_share * count_of(self._codec.down, microbatch.hidden) < LEAST_VALUES:
             return reply
         agreed = self._answered[peer] = self._answered.pop(peer, False)
