@@ -23,7 +23,7 @@ class Exit(IntEnum):
     """Nobody could be reached who is needed: no bootstrap peer (the message says which address failed, and why), or
     nobody with the weights of a stage."""
     OTHER_RUN = 5
-    """The peers that answered belong to another run, or to another version of the protocol."""
+    """The peers that answered, or those of the invite, belong to another run or use another version of the protocol."""
     HOME_IN_USE = 6
     """Another node already uses this home, or its identity is in use elsewhere."""
     PORT_TAKEN = 7

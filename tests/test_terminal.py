@@ -15,9 +15,10 @@ import pytest
 from rich.console import Console
 
 from noloco_node import terminal
+from noloco_node.swarm.invite import SCHEME
 from noloco_node.terminal import say
 
-INVITE = "noloco1:" + "0" * 64 + "@/ip4/192.0.2.1/tcp/4001"
+INVITE = SCHEME + "0" * 64 + "@/ip4/192.0.2.1/tcp/4001"
 TEXT = "step 10, round 3, progress 1.4%, loss 3.651, waiting for a replica of the next stage to appear"
 
 

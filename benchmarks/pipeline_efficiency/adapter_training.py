@@ -50,6 +50,7 @@ from noloco_node.journal import events, reader
 from noloco_node.node.replica import rate_schedule
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import load_run
+from noloco_node.swarm.invite import SCHEME
 from pipeline.activation_codec import as_targets, ids_of
 from pipeline.inner_step import learning_rate
 from pipeline.messages import UNLEARNT
@@ -175,7 +176,7 @@ async def train_swarm(run_file: Path, base: Path, rows: Rows, out: Path) -> dict
         frozen = run_file.with_name(f"{run_file.stem}-frozen")
         command = ("bootstrap", "--run", str(run_file), "--weights", str(frozen), "--home", str(out / "bootstrap"))
         bootstrap = children.start("bootstrap", tied_command("noloco_node", *command, *listen), out / "bootstrap")
-        invite = await bootstrap.line("noloco1:", 120)
+        invite = await bootstrap.line(SCHEME, 120)
         nodes = [join(number) for number in range(PEERS)]
         killed = False
         while not all(_seen(each, events.Finished) for each in homes):

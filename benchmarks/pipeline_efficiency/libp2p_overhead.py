@@ -35,6 +35,7 @@ from noloco_node.journal import events, reader
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import load_run
+from noloco_node.swarm.invite import SCHEME
 
 CORES = 2
 """That either side may use."""
@@ -151,7 +152,7 @@ async def started(children: Children, run_file: Path, home: Path, stages: int, r
     anywhere = ("--listen", "/ip4/127.0.0.1/tcp/0")
     command = ("bootstrap", "--run", str(run_file), *anywhere, "--home", str(home / "bootstrap"))
     bootstrap = children.start("bootstrap", tied_command("noloco_node", *command), home / "bootstrap")
-    invite = await bootstrap.line("noloco1:", 120)
+    invite = await bootstrap.line(SCHEME, 120)
     nodes = []
     for stage, replica in product(range(stages), range(replicas)):
         where = home / f"{stage}-{replica}"

@@ -41,6 +41,7 @@ from noloco_node.demo.swarm_processes import READY_S
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal.events import InnerStep
 from noloco_node.journal.reader import Tail
+from noloco_node.swarm.invite import SCHEME
 from pipeline.messages import ACTIVATION_CODECS
 
 CODECS = ("bfloat16", "int5-int3")
@@ -207,7 +208,7 @@ class LineSwarm:
 
     async def _begin(self) -> None:
         boot = self._start("boot", "noloco_node", "bootstrap", "--run", str(self._home / "run.toml"))
-        invite = await boot.line("noloco1:", READY_S)
+        invite = await boot.line(SCHEME, READY_S)
         limits = ("--device", "cpu", "--threads", "1", "--refresh", "2")
         for name in NODES:
             self._start(name, paced_node.__name__, str(self._pause), "join", invite, "--stage", name[0], *limits)

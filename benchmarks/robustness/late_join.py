@@ -32,6 +32,7 @@ from noloco_node.journal.events import CatchUp, Event, InnerStep, StateChanged
 from noloco_node.journal.reader import read
 from noloco_node.limits.budget import read_rate
 from noloco_node.run.peer_state import PeerState
+from noloco_node.swarm.invite import SCHEME
 
 WITHIN_S = 1800.0
 WITHIN_TIMES = 1.5
@@ -116,7 +117,7 @@ async def join_late(directory: Path, size: Size, rate: str, *, later: bool) -> J
         )
 
     try:
-        invite = await start("bootstrap", "bootstrap", "--run", str(run_file)).line("noloco1:", READY_S)
+        invite = await start("bootstrap", "bootstrap", "--run", str(run_file)).line(SCHEME, READY_S)
         computing = ("join", invite, "--device", "cpu", "--threads", "1")
         joining = (*computing, "--stage", "1" if later else "0", "--refresh", "2")
         if later:

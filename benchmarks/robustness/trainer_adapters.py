@@ -40,6 +40,7 @@ from noloco_node.export.continue_run import continuing_text
 from noloco_node.journal.events import Event, InnerStep
 from noloco_node.journal.reader import read
 from noloco_node.run.config import AdapterConfig
+from noloco_node.swarm.invite import SCHEME
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_with_trainer.py"
 LOCAL = "/ip4/127.0.0.1/tcp/0"
@@ -191,8 +192,8 @@ def train(example: dict[str, Any], form: str, out: Path, directory: Path, steps:
     host = Forked(lambda: app(["bootstrap", *options, "--listen", LOCAL]), directory / "invite")
     processes = [host]
     try:
-        until(lambda: "noloco1:" in host.out.read_text(), processes)
-        invite = next(line for line in host.out.read_text().splitlines() if line.startswith("noloco1:"))
+        until(lambda: SCHEME in host.out.read_text(), processes)
+        invite = next(line for line in host.out.read_text().splitlines() if line.startswith(SCHEME))
         own = ["--device", "cpu", "--threads", "1", "--listen", LOCAL, "--linger", "0"]
 
         def member(home: Path) -> None:

@@ -22,6 +22,7 @@ from noloco_node.demo.child_processes import Child, Children, tied_command
 from noloco_node.demo.summary import ModelScores
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import load_run
+from noloco_node.swarm.invite import SCHEME
 
 READY_S = 180.0  # longest wait for a calibration or the bootstrap peer; a cold disk may take a minute to load torch
 LINGER_S = 1800.0  # peers serve their weights until they are stopped; the bound is for a parent that cannot
@@ -62,7 +63,7 @@ async def bootstrap(children: Children, run_file: Path, home: Path) -> str:
     """Start a bootstrap peer; return its invite."""
     command = ("bootstrap", "--run", str(run_file), "--listen", ANYWHERE, "--home", str(home))
     peer = children.start("bootstrap peer", tied_command("noloco_node", *command), home)
-    return await peer.line("noloco1:", READY_S)
+    return await peer.line(SCHEME, READY_S)
 
 
 def join(children: Children, invite: str, stage: int, home: Path, logs: Path, slowdown: float = 1.0) -> Child:

@@ -3,8 +3,8 @@
 Of a replica that is found twice the newer weights count. Each stage is the mean of the replicas that make its loss on
 held-out text least, or, where that text cannot be read, of all without outliers and stragglers; a stage without
 replicas comes from a snapshot, and the export says so. From a swarm, one replica after the other is fetched and written
-to the disk, so that memory holds one at a time. An export that is started again finds finished stages and fetched
-replicas. docs/design/export.md says why.
+to the disk, so that memory holds one at a time. An export that is started again finds them there.
+docs/design/export.md says why.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from noloco_node.export import adapter_files, replica_fetch
 from noloco_node.export.held_out_loss import judged_by_loss
 from noloco_node.export.huggingface import PARAMETERS, own_generation, write_adapter, write_checkpoint, write_parameters
 from noloco_node.export.replica_files import (
-    SNAPSHOT,
     MergedReplicas,
     PartsDirectory,
     ReplicaFile,
@@ -82,9 +81,12 @@ async def export(
     records = [record for number in range(len(found)) for record in roster.stage(number)]
     evaluations = evaluations_of(homes, recipe.digest, [each.evaluation for each in records if each.evaluation])
     writer = _Writer(out, recipe, layout, data, wanted, base, evaluations)
-    snapshots = [parts.snapshots(number) if stage.kept_by is not None else [] for number, stage in enumerate(found)]
-    lying = [newest([*filed, *parts.replicas(number, ()), *snapshots[number]], number) for number in range(len(found))]
-    done = await asyncio.to_thread(writer.write_best, found, lying, snapshots)
+    lying = [
+        [*parts.replicas(number, ()), *(parts.replicas(number, (), are_snapshots=True) if stage.kept_by else ())]
+        for number, stage in enumerate(found)
+    ]
+    lying = [newest([*filed, *each], number) for number, each in enumerate(lying)]
+    done = await asyncio.to_thread(writer.write_best, found, lying)
     parts.remove()
     return done
 
@@ -117,8 +119,7 @@ def _from_homes(out: Path, homes: Sequence[Path], wanted: adapter_files.AdapterE
     writer = _writer_of(out, recipe, homes, wanted)
     filed = of_homes(homes, recipe)
     stages = merge_files(filed, recipe, writer.layout)
-    lying = [newest(filed, number) for number in range(len(stages))]
-    return writer.write_best(stages, lying, [[] for _ in stages])
+    return writer.write_best(stages, [newest(filed, number) for number in range(len(stages))])
 
 
 def _writer_of(out: Path, recipe: RunFileText, homes: Sequence[Path], wanted: adapter_files.AdapterExport) -> _Writer:
@@ -164,27 +165,16 @@ class SwarmExport:
     filed: Sequence[ReplicaFile] = ()
 
     async def stages(self) -> list[MergedReplicas]:
-        """Return every stage, from finished parts, replicas, homes and snapshots; raise `UserError` if one has none."""
+        """Return every stage, from replicas, homes and snapshots; raise `UserError` if one has none."""
         try:
             self.parts.path.mkdir(parents=True, exist_ok=True)
-            return [await self._stage(number) for number in range(len(self.layout.shapes))]
+            return [await self._gather(number) for number in range(len(self.layout.shapes))]
         except ConnectionError:
             raise
         except OSError as error:
-            hint = "free some space there, or export to another disk; finished stages are kept"
+            hint = "free some space there, or export to another disk; what has come is kept"
             what = f"The stages cannot be laid down in {self.parts.path}."
             raise storage_error(what, reason_of(error), hint) from error
-
-    async def _stage(self, number: int) -> MergedReplicas:
-        found = await asyncio.to_thread(self.parts.finished, number, await self._rounds(number))
-        if found is not None:
-            of_snapshot = "" if found.kept_by is None else f", from a snapshot that {found.kept_by} keeps"
-            rounds_told = rounds_of(found.taken)
-            say(f"stage {number}: kept from an export that was interrupted, {rounds_told}{of_snapshot}")
-            return found
-        found = await self._gather(number)
-        await asyncio.to_thread(self.parts.finish, number, found)
-        return found
 
     async def _gather(self, number: int) -> MergedReplicas:
         """Return the mean of a stage's replicas; if none lives, also of a snapshot that is clearly newer."""
@@ -194,13 +184,17 @@ class SwarmExport:
         if came or any(each.peer in living for each in lying):
             return await self._merged(number, candidates)
         own = max((each.counters.round for each in candidates), default=None)
-        shapes, keep = self.layout.shapes[number], partial(self.parts.keep, kind=SNAPSHOT)
-        kept = await replica_fetch.fetch_snapshots(self.network, self.recipe, self.look, number, shapes, own, keep)
-        if not isinstance(kept, UserError):
-            return await self._with_snapshot(number, candidates, kept[0])
-        if not candidates:
-            raise kept
-        return await self._merged(number, candidates)
+        kept = await self._left_by_interrupted(number, (), are_snapshots=True)
+        snapshots = [each for each in kept if own is None or each.counters.round > own]
+        if not snapshots:
+            shapes, keep = self.layout.shapes[number], partial(self.parts.keep, is_snapshot=True)
+            found = await replica_fetch.fetch_snapshots(self.network, self.recipe, self.look, number, shapes, own, keep)
+            if isinstance(found, UserError):
+                if not candidates:
+                    raise found
+                return await self._merged(number, candidates)
+            snapshots = found
+        return await self._with_snapshot(number, candidates, max(snapshots, key=lambda each: each.counters.round))
 
     async def _with_snapshot(
         self, number: int, candidates: Sequence[ReplicaFile], snapshot: ReplicaFile
@@ -212,15 +206,12 @@ class SwarmExport:
         found = await self._merged(number, members)
         why = f"the snapshot that {snapshot.peer} keeps is of round {round}"
         left_out = [LeftOut(peer=each.peer, why=f"round {each.counters.round}, {why}") for each in older]
-        taken = any((each.peer, each.round) == (snapshot.peer, round) for each in found.taken)
-        return found._replace(left_out=(*found.left_out, *left_out), kept_by=snapshot.peer if taken else None)
+        return found._replace(left_out=(*found.left_out, *left_out))
 
     async def _fetch_replicas(self, number: int) -> tuple[list[ReplicaFile], list[ReplicaFile]]:
         """Return the replicas that an interrupted export has left of a stage, and those fetched now."""
-        lying = await asyncio.to_thread(self.parts.replicas, number, await self._rounds(number))
-        if lying:
-            count = f"{len(lying)} replica{'s are' if len(lying) > 1 else ' is'} here"
-            say(f"stage {number}: {count} from an export that was interrupted")
+        rounds = [record.round for record in replica_fetch.at_work(await self.look(), number)]
+        lying = await self._left_by_interrupted(number, rounds)
         here, shapes = [each.peer for each in lying], self.layout.shapes[number]
         came = [
             await asyncio.to_thread(self.parts.keep, copy)
@@ -228,12 +219,18 @@ class SwarmExport:
         ]
         return lying, came
 
+    async def _left_by_interrupted(
+        self, number: int, rounds: Sequence[int], *, are_snapshots: bool = False
+    ) -> list[ReplicaFile]:
+        found = await asyncio.to_thread(self.parts.replicas, number, rounds, are_snapshots=are_snapshots)
+        if found:
+            what = ("snapshot" if are_snapshots else "replica") + ("s are" if len(found) > 1 else " is")
+            say(f"stage {number}: {len(found)} {what} here from an export that was interrupted")
+        return found
+
     async def _merged(self, number: int, filed: Sequence[ReplicaFile]) -> MergedReplicas:
         rounds_behind = self.recipe.run.outer.staleness_at_most
         return await asyncio.to_thread(merged, number, filed, self.layout.shapes[number], rounds_behind)
-
-    async def _rounds(self, number: int) -> list[int]:
-        return [record.round for record in replica_fetch.at_work(await self.look(), number)]
 
 
 def parts_of(out: Path, recipe: RunFileText, layout: Dimensions) -> PartsDirectory:
@@ -254,16 +251,11 @@ class _Writer(NamedTuple):
     base: Sequence[Path]
     evaluations: tuple[Evaluation, ...]
 
-    def write_best(
-        self,
-        found: Sequence[MergedReplicas],
-        lying: Sequence[Sequence[ReplicaFile]],
-        snapshots: Sequence[Sequence[ReplicaFile]],
-    ) -> str:
+    def write_best(self, found: Sequence[MergedReplicas], lying: Sequence[Sequence[ReplicaFile]]) -> str:
         """Write the stages with the least loss on held-out text; of a foreign module nobody else can know the loss."""
         if not isinstance(self.layout, ForeignLayout):
             run = structs.replace(self.recipe.run, data=self.data)
-            found = judged_by_loss(run, self.layout, found, lying, snapshots, self.base)
+            found = judged_by_loss(run, self.layout, found, lying, self.base)
         return self.write(found)
 
     def write(self, stages: Sequence[MergedReplicas]) -> str:

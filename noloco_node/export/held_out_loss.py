@@ -26,7 +26,7 @@ from torch import Tensor
 from noloco_node.data.held_out_text import BATCH, HeldOutText, Loss, Model, text_loss, validation_text
 from noloco_node.errors import UserError
 from noloco_node.export.huggingface import joined
-from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, ReplicaReader
+from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, ReplicaReader, keeper_of
 from noloco_node.planning.model_layout import ModelLayout, frozen_whole
 from noloco_node.run.config import RunConfig
 from noloco_node.state_sync.replica_mean import FACTOR, LeftOut
@@ -73,12 +73,11 @@ def judged_by_loss(
     layout: ModelLayout,
     stages: Sequence[MergedReplicas],
     filed: Sequence[Sequence[ReplicaFile]],
-    snapshots: Sequence[Sequence[ReplicaFile]],
     base: Sequence[Path] = (),
 ) -> list[MergedReplicas]:
     """Return the stages with the means that have the least loss, made of all files, whatever their rounds say.
 
-    `filed`: the newest file of each peer, a replica's or a snapshot, of each stage. `snapshots`: which are snapshots.
+    `filed`: the newest file of each peer, a replica's or a snapshot, of each stage.
     `base`: as in `WholeModel`; a run that trains adapters is not judged without these files.
     If there is no choice, or the run's held-out text cannot be read here, the stages are returned as they are.
     """
@@ -100,7 +99,7 @@ def judged_by_loss(
             opened.enter_context(ReplicaReader(pool, shapes)) for pool, shapes in zip(pools, layout.shapes, strict=True)
         ]
         guess = math.log(layout.prepared.config.vocab_size)
-        judgement = _Judgement(WholeModel(layout, stages, text, base), readers, snapshots, guess)
+        judgement = _Judgement(WholeModel(layout, stages, text, base), readers, guess)
         return judgement.of(stages, Random(run.seed))
 
 
@@ -126,13 +125,11 @@ def routes_of(counts: Sequence[int], rng: Random) -> list[tuple[int, ...]]:
 class _Judgement(NamedTuple):
     """Replicas of all stages in one model.
 
-    `readers`: of a stage's files, none where it has no choice. `snapshots`: of each stage, those that are snapshots.
-    `guess`: the loss of a model that knows nothing.
+    `readers`: of a stage's files, none where it has no choice. `guess`: the loss of a model that knows nothing.
     """
 
     model: WholeModel
     readers: Sequence[ReplicaReader]
-    snapshots: Sequence[Sequence[ReplicaFile]]
     guess: float
 
     def of(self, stages: Sequence[MergedReplicas], rng: Random) -> list[MergedReplicas]:
@@ -190,7 +187,7 @@ class _Judgement(NamedTuple):
                 why[place] = f"loss {losses[place]:.3f} in its stage's place, the best has {losses[first]:.3f}"
             elif not 1.0 / FACTOR <= standings[place].norm / standings[first].norm <= FACTOR:
                 why[place] = f"norm {standings[place].norm:.4g}, the best has {standings[first].norm:.4g}"
-            elif self._is_snapshot(number, place) and any(self._is_snapshot(number, other) for other in taken):
+            elif reader.filed[place].is_snapshot and keeper_of(reader.filed[other] for other in taken):
                 why[place] = "another snapshot of the stage has less loss"
             else:
                 tried = reader.mean_with(mean, len(taken), place)
@@ -207,7 +204,7 @@ class _Judgement(NamedTuple):
             reader.mean(sorted(taken)),
             tuple([standings[place] for place in sorted(taken)]),
             tuple([LeftOut(peer=standings[place].peer, why=why[place]) for place in sorted(why)]),
-            next((standings[place].peer for place in taken if self._is_snapshot(number, place)), None),
+            keeper_of(reader.filed[place] for place in taken),
         )
         self.model.put(number, found.weights)
         return found, loss
@@ -219,6 +216,3 @@ class _Judgement(NamedTuple):
             self.model.put(number, self.readers[number].weights(place))
             losses[place] = self._loss()
         return losses
-
-    def _is_snapshot(self, number: int, place: int) -> bool:
-        return self.readers[number].filed[place] in self.snapshots[number]

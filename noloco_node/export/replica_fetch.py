@@ -173,7 +173,7 @@ def _lost(recipe: RunFileText, roster: Roster, number: int, tries: str, *, any_c
         f"{serves}, and {keeps}.",
         why=f"the roster of the run {recipe.digest[:12]} lists {replicas} replicas of it; {tries} to the end",
         hint="add homes of peers that served it, or kept snapshots of it, with --from-home DIR; or try again when "
-        "`noloco-node status` shows a replica of the stage. Finished stages are kept",
+        "`noloco-node status` shows a replica of the stage. What has come is kept",
         code=Exit.UNREACHABLE,
     )
 

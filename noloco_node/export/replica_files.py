@@ -1,8 +1,7 @@
-"""Slow weights of single replicas on a disk, read one tensor at a time, and the parts of an unfinished export.
+"""Slow weights of single replicas on a disk, read one tensor at a time, and what an unfinished export has fetched.
 
 All files have the form of `noloco_node.storage.checkpoint`: the checkpoints of a home, its stage snapshots, and
-replicas that an export has fetched. An export keeps these, and each finished stage as one file, beside its target, so
-that the next try goes on from there.
+replicas that an export has fetched. An export keeps these beside its target, so that the next try goes on from there.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import hashlib
 import os
 import shutil
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median_low
 from typing import NamedTuple, Self
@@ -20,7 +19,6 @@ from typing import NamedTuple, Self
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from noloco_node.errors import Exit, UserError, reason_of
@@ -47,12 +45,16 @@ class HeldFile:
 
 
 class ReplicaFile(NamedTuple):
-    """One replica's file. `peer`: or the directory's name, if it is not noted. `held`: if it may be rotated away."""
+    """One replica's file. `peer`: or the directory's name, if it is not noted. `held`: if it may be rotated away.
+
+    `is_snapshot`: fetched from a peer that keeps it for a dead stage; `peer` is that keeper.
+    """
 
     path: Path
     peer: str
     counters: Counters
     held: HeldFile | None = None
+    is_snapshot: bool = False
 
     @property
     def readable(self) -> Path:
@@ -186,6 +188,11 @@ class MergedReplicas(NamedTuple):
     kept_by: str | None = None
 
 
+def keeper_of(filed: Iterable[ReplicaFile]) -> str | None:
+    """Return the keeper of the snapshot among these files, or None."""
+    return next((each.peer for each in filed if each.is_snapshot), None)
+
+
 def merged(stage: int, filed: Sequence[ReplicaFile], shapes: Shapes, rounds_behind: int) -> MergedReplicas:
     """Merge the replicas of a stage in these files; raise `UserError` if none is of use."""
     try:
@@ -198,7 +205,8 @@ def merged(stage: int, filed: Sequence[ReplicaFile], shapes: Shapes, rounds_behi
                 for place, cosine in strangers.items()
             ]
             if kept:
-                return MergedReplicas(opened.mean(kept), tuple(standings[place] for place in kept), tuple(left_out))
+                taken, keeper = tuple(standings[place] for place in kept), keeper_of(filed[place] for place in kept)
+                return MergedReplicas(opened.mean(kept), taken, tuple(left_out), keeper)
             why = "; ".join(f"{each.peer}: {each.why}" for each in left_out) or "no file holds any of its weights"
     except (OSError, ValueError) as error:
         why = str(error)
@@ -247,18 +255,8 @@ def best_evaluated(homes: Sequence[Path], run_id: str, shapes: Shapes) -> tuple[
     )
 
 
-class StagePart(msgspec.Struct, frozen=True, kw_only=True):
-    """The metadata of a finished stage's file, as in `MergedReplicas`."""
-
-    run_id: str
-    stage: int
-    taken: tuple[replica_mean.ReplicaSummary, ...]
-    left_out: tuple[replica_mean.LeftOut, ...]
-    kept_by: str | None = None
-
-
 class PartsDirectory:
-    """The parts of one run's export. `shapes`: of each stage. `rounds_behind`: that weights may be."""
+    """What the export of one run has fetched. `shapes`: of each stage. `rounds_behind`: that weights may be."""
 
     def __init__(self, path: Path, run_id: str, shapes: Sequence[Shapes], rounds_behind: int) -> None:
         self.path = path
@@ -267,44 +265,17 @@ class PartsDirectory:
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def finished(self, stage: int, rounds: Sequence[int]) -> MergedReplicas | None:
-        """Return a finished stage whose replicas are in `rounds` now.
-
-        None if it is not there, damaged, or not to be kept.
-        """
-        path, shapes = self._of_stage(stage), self._shapes[stage]
-        try:
-            part = msgspec.json.decode(atomic_file.about_of(path) or "", type=StagePart)
-            atomic_file.check_tensors(path)
-            weights = load_file(path)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, SafetensorError) as error:
-            say(f"{path} is skipped: {error}")
-            return None
-        fits = {name: tuple(weight.shape) for name, weight in weights.items()} == dict(shapes)
-        if part.run_id != self._run_id or part.stage != stage or not fits:
-            return None
-        found = MergedReplicas({name: weights[name] for name in shapes}, part.taken, part.left_out, part.kept_by)
-        return found if is_kept(found, rounds, self._rounds_behind) else None
-
-    def finish(self, stage: int, found: MergedReplicas) -> None:
-        """Write a finished stage; its replicas stay, to be judged by their loss."""
-        weights, taken, left_out, kept_by = found
-        part = StagePart(run_id=self._run_id, stage=stage, taken=taken, left_out=left_out, kept_by=kept_by)
-        arrays = arrays_of({"slow": tuple(weights.values())})
-        named = [array._replace(name=name) for name, array in zip(weights, arrays, strict=True)]
-        atomic_file.write_tensors(self._of_stage(stage), named, msgspec.json.encode(part).decode())
-
-    def replicas(self, stage: int, rounds: Sequence[int]) -> list[ReplicaFile]:
+    def replicas(self, stage: int, rounds: Sequence[int], *, are_snapshots: bool = False) -> list[ReplicaFile]:
         """Return the whole files of a stage whose replicas are in `rounds` now, without those left far behind."""
         found = []
         for path in sorted(self.path.glob(f"stage-{stage}-*.safetensors")):
             try:
                 counters = counters_of(path)
-                each = ReplicaFile(path, counters.peer, counters)
-                own = (counters.run_id, counters.stage, self.of_replica(stage, counters.peer))
-                if own != (self._run_id, stage, path) or passed(counters.round, rounds, self._rounds_behind):
+                each = ReplicaFile(path, counters.peer, counters, is_snapshot=are_snapshots)
+                place = self.of_replica(stage, counters.peer, is_snapshot=are_snapshots)
+                if (counters.run_id, counters.stage, place) != (self._run_id, stage, path):
+                    continue
+                if passed(counters.round, rounds, self._rounds_behind):
                     continue
                 atomic_file.check_tensors(path)
                 with ReplicaReader([each], self._shapes[stage]):
@@ -313,41 +284,22 @@ class PartsDirectory:
                 say(f"{path} is skipped: {error}")
         return found
 
-    def keep(self, copy: Checkpoint, kind: str = "") -> ReplicaFile:
-        """Keep a replica, or a `SNAPSHOT` under its keeper's name, until the export is complete."""
+    def keep(self, copy: Checkpoint, *, is_snapshot: bool = False) -> ReplicaFile:
+        """Keep a replica, or a snapshot under its keeper's name, until the export is complete."""
         counters = copy.counters
-        path = self.of_replica(counters.stage, counters.peer, kind)
+        path = self.of_replica(counters.stage, counters.peer, is_snapshot=is_snapshot)
         atomic_file.write_tensors(path, arrays_of(copy.tensors), msgspec.json.encode(counters).decode())
-        return ReplicaFile(path, counters.peer, counters)
+        return ReplicaFile(path, counters.peer, counters, is_snapshot=is_snapshot)
 
-    def snapshots(self, stage: int) -> list[ReplicaFile]:
-        """Return the whole files of stage snapshots."""
-        found = []
-        for path in sorted(self.path.glob(f"stage-{stage}-{SNAPSHOT}*.safetensors")):
-            with suppress(OSError, ValueError):
-                atomic_file.check_tensors(path)
-                counters = counters_of(path)
-                found.append(ReplicaFile(path, counters.peer, counters))
-        return found
-
-    def of_replica(self, stage: int, peer: str, kind: str = "") -> Path:
+    def of_replica(self, stage: int, peer: str, *, is_snapshot: bool = False) -> Path:
         """Return the path of a replica, or of a snapshot that a peer keeps."""
+        kind = SNAPSHOT if is_snapshot else ""
         return self.path / f"stage-{stage}-{kind}{hashlib.sha256(peer.encode()).hexdigest()[:16]}.safetensors"
-
-    def _of_stage(self, stage: int) -> Path:
-        return self.path / f"stage-{stage}.safetensors"
 
 
 def parts_beside(out: Path) -> Path:
     place = Path(os.path.realpath(out))
     return place.parent / f".{place.name}.parts"
-
-
-def is_kept(part: MergedReplicas, rounds: Sequence[int], rounds_behind: int) -> bool:
-    """Say whether a finished stage whose replicas are in `rounds` now is kept; a snapshot only while it is dead."""
-    if part.kept_by is not None and rounds:
-        return False
-    return not passed(max(each.round for each in part.taken), rounds, rounds_behind)
 
 
 def passed(round: int, rounds: Sequence[int], rounds_behind: int) -> bool:

@@ -1,10 +1,10 @@
 """An invite: the one string by which a newcomer joins.
 
-    noloco1:<digest of the run, 64 hex digits>@<multiaddr>[,<multiaddr>...]
-    noloco2:<the same>#<credential, for a run that has an owner>
+    noloco6:<digest of the run, 64 hex digits>@<multiaddr>[,<multiaddr>...][#<credential, for a run that has an owner>]
 
-A newcomer believes only the run file with this digest, whichever peer serves it. Each multiaddr ends in /p2p/ and a
-peer id, so that no other peer can answer in its place. 1 and 2 are versions of this format.
+The number is the version of the wire format (`WIRE_VERSION`): peers of two versions never meet, since a run's digest
+covers it, and only the invite can tell a newcomer so. A newcomer believes only the run file with this digest, whichever
+peer serves it. Each multiaddr ends in /p2p/ and a peer id, so that no other peer can answer in its place.
 
 Every peer keeps an invite in its home, with its own addresses and those of peers that it met (`KeptInvite`): by it the
 peer finds a swarm whose bootstrap peers are gone.
@@ -23,14 +23,15 @@ from typing import NoReturn
 import msgspec
 
 from noloco_node.admission.ticket import InviteCredential, parse_credential, peer_of, read_key
-from noloco_node.errors import UserError, config_error, reason_of
+from noloco_node.errors import Exit, UserError, config_error, reason_of
 from noloco_node.libp2p.addresses import PeerAddress, beyond_this_machine, parse_peer_address
+from noloco_node.network.wire import WIRE_VERSION
 from noloco_node.storage import atomic_file
 from noloco_node.storage.home import HomePaths
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import some_addresses
 
-_SCHEME, _CREDENTIAL_SCHEME = "noloco1:", "noloco2:"
+SCHEME = f"noloco{WIRE_VERSION}:"
 _MOST_ADDRESSES = 64
 BESIDE = 4
 """Addresses of ordinary peers in an invite, by which it outlives its bootstrap peers."""
@@ -53,32 +54,33 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         places = self.digest + "@" + ",".join(map(str, self.addresses))
-        return _SCHEME + places if self.credential is None else f"{_CREDENTIAL_SCHEME}{places}#{self.credential}"
+        return SCHEME + places + ("" if self.credential is None else f"#{self.credential}")
 
 
 def format(digest: str, addresses: Sequence[str], credential: InviteCredential | None = None) -> str:
     """Return the invite of a run's digest and multiaddrs; `UserError` if a part is wrong."""
-    return str(msgspec.structs.replace(parse(f"{_SCHEME}{digest}@{','.join(addresses)}"), credential=credential))
+    return str(msgspec.structs.replace(parse(f"{SCHEME}{digest}@{','.join(addresses)}"), credential=credential))
 
 
 def parse(text: str) -> Invite:
     """Parse an invite, surrounding white space included; a `UserError` names the wrong part."""
-    text, credential = text.strip(), None
-    if text.startswith(_CREDENTIAL_SCHEME):
-        text, _, given = text.partition("#")
-        text = _SCHEME + text.removeprefix(_CREDENTIAL_SCHEME)
-        try:
-            credential = parse_credential(given)
-        except ValueError as error:
-            raise _malformed(str(error)) from None
-    if not text.startswith(_SCHEME):
-        newer = re.match(r"noloco\d+:", text)
-        raise _malformed(
-            f"it is of a format that this version does not know: {newer[0]}"
-            if newer
-            else f"it starts with neither {_SCHEME!r} nor {_CREDENTIAL_SCHEME!r}: {text[:24]!r}"
+    scheme = re.match(r"noloco(\d{1,9}):", text := text.strip(), re.ASCII)
+    if scheme is None:
+        raise _malformed(f"it does not start with {SCHEME!r}: {text[:24]!r}")
+    if scheme[0] != SCHEME:
+        raise UserError(
+            "This invite is for another version of this program.",
+            why=f"it begins with {scheme[0]!r}, and this version reads {SCHEME!r}: its swarm uses "
+            f"{'a newer' if int(scheme[1]) > WIRE_VERSION else 'an older'} protocol",
+            hint="install the version that the swarm uses; whoever sent the invite sees it by `noloco-node --version`",
+            code=Exit.OTHER_RUN,
         )
-    digest, separator, places = text.removeprefix(_SCHEME).partition("@")
+    text, is_owned, given = text[scheme.end() :].partition("#")
+    try:
+        credential = parse_credential(given) if is_owned else None
+    except ValueError as error:
+        raise _malformed(str(error)) from None
+    digest, separator, places = text.partition("@")
     if not re.fullmatch(r"[0-9a-f]{64}", digest):
         raise _malformed(
             f"the run's digest must be 64 hex digits in lower case, not {len(digest)} characters: {digest!r}"

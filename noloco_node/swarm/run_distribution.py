@@ -110,7 +110,7 @@ async def fetch(network: PeerNetwork, peers: Sequence[str], digest: str, allowed
         try:
             reply = await ask(network, peer, TOPIC, SCHEMA, RunRequest(), RunFileReply, PATIENCE_S)
         except ConnectionError as error:
-            answers.append(f"{peer}: {error}")
+            answers.append(str(error) if peer in str(error) else f"{peer}: {error}")
             continue
         try:
             recipe = RunFileText(reply.text, f"the run file from {peer}", allowed)

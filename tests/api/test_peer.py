@@ -18,8 +18,9 @@ from noloco_node.cli.options import JoinOptions
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal.events import Finished, InnerStep
 from noloco_node.journal.reader import read
+from noloco_node.swarm.invite import SCHEME
 
-NOBODY = f"noloco1:{64 * '0'}@/ip4/127.0.0.1/tcp/9/p2p/12D3KooWPF6C68sQVQGmwSo176xFe1frMnCRiyPVqRBmFwdQRd1g"
+NOBODY = f"{SCHEME}{64 * '0'}@/ip4/127.0.0.1/tcp/9/p2p/12D3KooWPF6C68sQVQGmwSo176xFe1frMnCRiyPVqRBmFwdQRd1g"
 SIZES = {
     "vocab_size": 384,
     "hidden_size": 32,

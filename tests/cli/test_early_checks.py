@@ -17,8 +17,9 @@ from noloco_node.errors import Exit
 from noloco_node.journal import events
 from noloco_node.journal.writer import Journal
 from noloco_node.run.presets import run_text
+from noloco_node.swarm.invite import SCHEME
 
-INVITE = "noloco1:" + "a" * 64 + "@/ip4/127.0.0.1/tcp/9/p2p/12D3KooWQYhTNQdmr3ArTeUHRYzFg94BKyTkoWBDWez9kSCVe2Xo"
+INVITE = SCHEME + "a" * 64 + "@/ip4/127.0.0.1/tcp/9/p2p/12D3KooWQYhTNQdmr3ArTeUHRYzFg94BKyTkoWBDWez9kSCVe2Xo"
 REFUSED: list[tuple[list[str], Exit]] = [
     (["status", "nonsense"], Exit.CONFIG),
     (["status", "--home", "empty"], Exit.CONFIG),
@@ -76,6 +77,7 @@ REFUSED: list[tuple[list[str], Exit]] = [
 RUN_ALL = """
 import json, sys
 from noloco_node.__main__ import main
+from noloco_node.swarm.invite import SCHEME
 codes = []
 for words in json.load(sys.stdin):
     sys.argv = ["noloco-node", *words]

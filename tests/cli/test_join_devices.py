@@ -25,10 +25,11 @@ from noloco_node.journal.events import InnerStep, Started
 from noloco_node.journal.reader import read
 from noloco_node.machine import device
 from noloco_node.machine.signals import STOPS, run
+from noloco_node.swarm.invite import SCHEME
 from noloco_node.terminal import DEVICE_VARIABLE
 from noloco_node.units import parse_bytes
 
-INVITE = "noloco1:" + "ab" * 32 + "@/ip4/203.0.113.7/tcp/4001/p2p/12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
+INVITE = SCHEME + "ab" * 32 + "@/ip4/203.0.113.7/tcp/4001/p2p/12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
 NAMES = ["cuda:0", "cuda:1", "cuda:2"]
 
 

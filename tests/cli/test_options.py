@@ -11,13 +11,14 @@ from typer.testing import CliRunner
 from noloco_node.cli.main import app
 from noloco_node.cli.options import INVITE_VARIABLE, LONGEST_PROMPT, MOST_PROMPTS, JoinOptions, invite_text
 from noloco_node.errors import Exit, UserError
+from noloco_node.swarm.invite import SCHEME
 
 
 def test_an_invite_is_typed_or_read_from_a_file_or_from_the_standard_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    line, file = "noloco1:ab@/ip4/203.0.113.7/tcp/4001" + 400 * "0", Path("noloco-invite")
+    line, file = f"{SCHEME}ab@/ip4/203.0.113.7/tcp/4001" + 400 * "0", Path("noloco-invite")
     file.write_text(f"{line}\n")
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{line}\nmore\n"))
     assert [invite_text(each) for each in (line, str(file), "-", None)] == [line, line, line, None]
@@ -27,7 +28,7 @@ def test_an_invite_is_typed_or_read_from_a_file_or_from_the_standard_input(
 def test_a_secret_that_is_typed_is_pointed_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], credential: str, *, warned: bool
 ) -> None:
-    invite = f"noloco2:ab@/ip4/203.0.113.7/tcp/4001{credential}"
+    invite = f"{SCHEME}ab@/ip4/203.0.113.7/tcp/4001{credential}"
     monkeypatch.setattr("sys.argv", ["noloco-node", "join", invite])
     assert invite_text(invite) == invite
     assert ("list of processes" in capsys.readouterr().err) == warned

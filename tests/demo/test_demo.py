@@ -35,6 +35,7 @@ from noloco_node.journal import events
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
+from noloco_node.swarm.invite import SCHEME
 
 pytestmark = pytest.mark.real_time
 SCORES = ModelScores(
@@ -248,7 +249,7 @@ async def test_the_model_is_exported_then_evaluated_by_replica_and_sampled(tmp_p
             asked.append(name)
             return super().start(name, python(f"print({answers[name]!r}, end='')"), logs)
 
-    scores = await evaluation(Answering(), "noloco1:x", [tmp_path / "1a"], tmp_path / "model", tmp_path)
+    scores = await evaluation(Answering(), f"{SCHEME}x", [tmp_path / "1a"], tmp_path / "model", tmp_path)
     assert asked[0] == "export"
     assert (scores.merged, scores.replicas, scores.single, scores.tokens) == (2.0, {"1a": 2.5}, 2.5, 9)
     assert scores.sample == "main():"
@@ -417,7 +418,7 @@ async def test_sockets_of_killed_children_are_removed(tmp_path: Path) -> None:
     ],
 )
 async def test_a_child_that_dies_early_is_quoted(tmp_path: Path, code: str, why: str, exit_code: Exit | None) -> None:
-    for ask in (lambda child: child.line("noloco1:", LAST_RESORT_S), lambda child: child.output(LAST_RESORT_S)):
+    for ask in (lambda child: child.line(SCHEME, LAST_RESORT_S), lambda child: child.output(LAST_RESORT_S)):
         with pytest.raises(UserError, match="node: it ") as caught:
             await ask(Children(HURRY).start("node", python(code), tmp_path))
         assert caught.value.why == why

@@ -40,7 +40,7 @@ from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.sim_network import SimNetwork, SimPeerNetwork
 from noloco_node.storage.home import RunPaths
 from noloco_node.swarm import speed_test
-from noloco_node.swarm.invite import Invite
+from noloco_node.swarm.invite import SCHEME, Invite
 from noloco_node.swarm.run_distribution import SCHEMA as RUN_SCHEMA
 from noloco_node.swarm.run_distribution import TOPIC as RUN_TOPIC
 from noloco_node.swarm.run_distribution import RunFileReply
@@ -385,7 +385,7 @@ def test_a_real_swarm_is_visited_and_a_dead_address_has_its_cause(tmp_path: Path
         CliRunner().invoke(app, ["init", str(run_file)])
         listen = ("--listen", "/ip4/127.0.0.1/tcp/0")
         host = commands.start("bootstrap", "--run", str(run_file), *listen, "--relays", "0", home=True)
-        commands.until(lambda: "noloco1:" in host.output, "the invite", alive=[host])
+        commands.until(lambda: SCHEME in host.output, "the invite", alive=[host])
         invite = host.output.strip().splitlines()[-1]
         peer = invite.rpartition("/p2p/")[2]
         doctor = commands.start("doctor", f"{invite},/ip4/127.0.0.1/tcp/9/p2p/{peer}", *listen, "--json", home=True)

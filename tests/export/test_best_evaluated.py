@@ -17,6 +17,7 @@ from noloco_node.planning.model_layout import make_stage, model_layout
 from noloco_node.run.presets import demo_run_text, with_fields
 from noloco_node.storage.checkpoint import Checkpoint, save
 from noloco_node.storage.home import HomePaths
+from noloco_node.swarm.invite import SCHEME
 from noloco_node.swarm.run_distribution import RunFileText
 from pipeline.hardware.split_weights import split
 
@@ -96,7 +97,7 @@ def test_a_damaged_file_is_passed_over(tmp_path: Path) -> None:
 def test_a_living_swarm_is_not_asked_for_its_best(tmp_path: Path) -> None:
     for homes in ((), (tmp_path,)):
         with pytest.raises(UserError, match="from homes alone"):
-            asyncio.run(export(tmp_path / "out", "noloco1:...", homes, best=True))
+            asyncio.run(export(tmp_path / "out", f"{SCHEME}...", homes, best=True))
 
 
 def test_a_run_without_evaluations_has_no_best(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from noloco_node.run.runfile import decode_run
 from noloco_node.storage.checkpoint import Checkpoint, save
 from noloco_node.storage.home import Home
 from noloco_node.storage.weight_store import WeightStore
+from noloco_node.swarm.invite import SCHEME
 from noloco_node.swarm.run_distribution import RunFileText
 from pipeline.model_config import prepare
 
@@ -437,7 +438,7 @@ def test_an_export_takes_the_invite_that_a_home_keeps(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(exporter, "export", export)
     kept, another = (
-        f"noloco1:{digit * 64}@/ip4/127.0.0.1/tcp/1/p2p/12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
+        f"{SCHEME}{digit * 64}@/ip4/127.0.0.1/tcp/1/p2p/12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
         for digit in "ab"
     )
     (tmp_path / "invite").write_text(f"{kept}\n")

@@ -34,7 +34,6 @@ from noloco_node.export.replica_files import (
     MergedReplicas,
     PartsDirectory,
     ReplicaFile,
-    is_kept,
     parts_beside,
 )
 from noloco_node.export.sources import noted, read_provenance, told_of
@@ -50,6 +49,7 @@ from noloco_node.state_sync.snapshot_keeper import snapshot_of
 from noloco_node.state_sync.starting_state import AGAIN_S, ATTEMPTS
 from noloco_node.storage import atomic_file
 from noloco_node.storage.checkpoint import Checkpoint, arrays_of, load
+from noloco_node.swarm.invite import SCHEME
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
 
@@ -57,7 +57,7 @@ RUN = recipe(replicas=2)
 PLAN = model_layout(RUN.run)
 BEHIND = RUN.run.outer.staleness_at_most
 
-INVITE = f"noloco1:{'a' * 64}@/ip4/127.0.0.1/tcp/1/p2p/12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
+INVITE = f"{SCHEME}{'a' * 64}@/ip4/127.0.0.1/tcp/1/p2p/12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
 
 
 def drawn(stage: int, seed: int) -> tuple[Tensor, ...]:
@@ -198,8 +198,8 @@ def swarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Swarm:
             raise DonorBusy("it serves others", 5.0)
         return await fetch_of(network, peer, subject, *others)
 
-    async def thread(job: Any, *args: Any) -> Any:
-        return job(*args)
+    async def thread(job: Any, *args: Any, **more: Any) -> Any:
+        return job(*args, **more)
 
     monkeypatch.setattr(replica_fetch, "fetch_of", watched)
     monkeypatch.setattr(asyncio, "to_thread", thread)
@@ -354,9 +354,6 @@ async def test_replicas_that_had_come_of_an_unfinished_stage_are_not_fetched_aga
     resumed = await swarm.exported()
     assert swarm.asked == [("c", STATE), ("d", STATE)]
     assert [peers_of(each) for each in resumed] == [["a", "b", "c"], ["d"]]
-    assert {path.name for path in swarm.parts.glob("stage-?.*")} == {"stage-0.safetensors", "stage-1.safetensors"}
-    # A finished stage that the disk has damaged is merged again, from the replicas that lie there.
-    spoil(swarm.parts / "stage-1.safetensors", "damaged")
     await swarm.exported()
     assert swarm.asked == []
     swarm.parts = tmp_path / ".another.parts"
@@ -417,22 +414,12 @@ async def test_what_a_peer_gave_that_has_gone_since_still_counts(
     assert "stage 0: 2 replicas are here from an export that was interrupted" in capsys.readouterr().err
 
 
-@given(st.integers(0, 100), st.lists(st.integers(0, 100), max_size=5), st.integers(0, 30), st.booleans())
-def test_a_finished_part_is_kept_until_its_stage_is_far_or_lives_again(
-    round: int, rounds: list[int], behind: int, of_snapshot: bool
-) -> None:
-    standing = ReplicaSummary(peer="a", round=round, inner_steps=0, progress=0.0, norm=1.0)
-    part = MergedReplicas({}, (standing,), (), "keeper" if of_snapshot else None)
-    near = not rounds or round >= sorted(rounds)[(len(rounds) - 1) // 2] - behind
-    assert is_kept(part, rounds, behind) == (near and not (of_snapshot and rounds))
-
-
 async def test_a_stage_that_died_comes_from_the_newest_snapshot_and_that_is_said(
     swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exporter, "visited", swarm.visited)
     # The weights are drawn, and the model is too small for the text of its run.
-    monkeypatch.setattr(exporter, "judged_by_loss", lambda run, layout, stages, filed, snapshots, base: stages)
+    monkeypatch.setattr(exporter, "judged_by_loss", lambda run, layout, stages, filed, base: stages)
     out = tmp_path / "model"
 
     for peer in ("a", "b", "c"):
@@ -443,8 +430,7 @@ async def test_a_stage_that_died_comes_from_the_newest_snapshot_and_that_is_said
     assert swarm.asked[3:] == [("b", SNAPSHOT), ("a", SNAPSHOT)]
     assert [each.kept_by for each in found] == [None, "b"]
     assert same_tensors(tuple(found[1].weights.values()), swarm.given("b", SNAPSHOT))
-    assert {path.name for path in swarm.parts.glob("stage-?.*")} == {"stage-0.safetensors", "stage-1.safetensors"}
-    # Also where it is read from a part that an interrupted export has left.
+    # Also where an interrupted export has left it.
     swarm.asked.clear()
     told = await export(out, INVITE)
     assert swarm.asked == []
@@ -508,7 +494,7 @@ async def test_a_busy_keeper_is_waited_for_and_not_for_ever(
     assert least_s <= (asyncio.get_running_loop().time()) < least_s + 2 * AGAIN_S
 
 
-async def test_a_part_from_a_snapshot_is_not_kept_once_the_stage_lives_again(swarm: Swarm) -> None:
+async def test_a_snapshot_is_not_used_once_the_stage_lives_again(swarm: Swarm) -> None:
     await swarm.replica("a", 0)
     await swarm.keeper("a", 1, round=38)
     assert [each.kept_by for each in await swarm.exported()] == [None, "a"]

@@ -111,12 +111,11 @@ def lay(folder: Path, stage: int, peer: str, weights: Sequence[Tensor], round: i
     return ReplicaFile(path, peer, taken)
 
 
-def merged(filed: Sequence[ReplicaFile], snapshots: Sequence[ReplicaFile] = ()) -> list[MergedReplicas]:
-    """Return the stages that loss makes of these files; `snapshots`: those of them that are, the newest first."""
-    stages = merge_files([each for each in filed if each not in snapshots[1:]], RUN, PLAN)
-    kept_by = next((each.peer for each in stages[1].taken if each.peer in {one.peer for one in snapshots}), None)
-    stages = [stages[0], stages[1]._replace(kept_by=kept_by)]
-    return judged_by_loss(RUN.run, PLAN, stages, [newest(filed, number) for number in (0, 1)], [[], snapshots])
+def merged(filed: Sequence[ReplicaFile]) -> list[MergedReplicas]:
+    """Return the stages that loss makes of these files; of snapshots among them the first is merged before."""
+    further = [each for each in filed if each.is_snapshot][1:]
+    stages = merge_files([each for each in filed if each not in further], RUN, PLAN)
+    return judged_by_loss(RUN.run, PLAN, stages, [newest(filed, number) for number in (0, 1)])
 
 
 @cache
@@ -237,15 +236,18 @@ def test_of_several_snapshots_of_a_stage_the_one_with_the_least_loss_is_taken(
 ) -> None:
     living = lay(tmp_path, 0, "a", near(0, 1))
     weights = {"b": bad(1), "c": honest(1)} if newest_is_bad else {"b": honest(1), "c": bad(1)}
-    snapshots = [lay(tmp_path, 1, "b", weights["b"], 2**40), lay(tmp_path, 1, "c", weights["c"], 9)]
+    files = [lay(tmp_path, 1, "b", weights["b"], 2**40), lay(tmp_path, 1, "c", weights["c"], 9)]
+    snapshots = [each._replace(is_snapshot=True) for each in files]
     good, keeper, other = (snapshots[1], "c", "b") if newest_is_bad else (snapshots[0], "b", "c")
-    found = merged([living, *snapshots], snapshots)
+    found = merged([living, *snapshots])
     assert found[1].kept_by == keeper
     assert peers(found[1]) == ([keeper], [other])
-    assert len(merged([living, snapshots[0]], snapshots)[1].taken) == 1
-    assert [len(stage.taken) for stage in merged([living, *snapshots])] == [1, 1]
+    assert len(merged([living, snapshots[0]])[1].taken) == 1
+    assert [len(stage.taken) for stage in merged([living, *files])] == [1, 1]
     both = [good, lay(tmp_path, 1, "d", near(1, 5), 9)]
-    assert [len(merged([living, *both], kept)[1].taken) for kept in (both, [])] == [1, 2]
+    for are_snapshots, count in ((True, 1), (False, 2)):
+        kept = [each._replace(is_snapshot=are_snapshots) for each in both]
+        assert len(merged([living, *kept])[1].taken) == count
 
 
 def test_where_nothing_is_to_be_chosen_or_the_text_cannot_be_read_no_claim_of_one_peer_drives_another_out(

@@ -20,6 +20,7 @@ from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync.weight_exchange import SCHEMA, TOKENIZER_TOPIC, WeightServer
 from noloco_node.storage.home import HomePaths
 from noloco_node.storage.weight_store import WeightStore
+from noloco_node.swarm.invite import SCHEME
 from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import RunFileText
 
@@ -57,7 +58,7 @@ def test_it_comes_from_a_peer_and_reads_as_it_did_there(checkpoint: Path, tmp_pa
         hub = SimNetwork()
         server = WeightServer(WeightStore.whole(checkpoint, files), at_once)
         await hub.network(OWNER).serve(TOKENIZER_TOPIC, SCHEMA, server.serve)
-        visitor, owners = hub.network("visitor"), f"noloco1:{recipe.digest}@/ip4/192.0.2.1/tcp/4001/p2p/{OWNER}"
+        visitor, owners = hub.network("visitor"), f"{SCHEME}{recipe.digest}@/ip4/192.0.2.1/tcp/4001/p2p/{OWNER}"
         stranger = owners.replace(OWNER, NOBODY)
         with pytest.raises(UserError, match="Nobody who was reached") as caught:
             await fetched_tokenizer(visitor, recipe, nobody_seen, stranger, back)

@@ -21,6 +21,7 @@ from noloco_node.storage import home as homes
 from noloco_node.storage.checkpoint import KEPT, Checkpoint, files, load_latest, save
 from noloco_node.storage.checkpoint_store import CheckpointStore, SnapshotDirectory
 from noloco_node.storage.home import Home, HomePaths, RunPaths, holder
+from noloco_node.swarm.invite import SCHEME
 from noloco_node.swarm.run_distribution import RunHistory
 
 HOLD = (
@@ -54,13 +55,13 @@ def test_a_directory_with_other_things_stays_open_and_what_is_written_there_is_n
 def test_no_invite_s_secret_is_written_into_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = "iAAAAbbbb_-"
     monkeypatch.setattr(
-        sys, "argv", ["noloco-node", "join", f"noloco2:{'5' * 64}@/dns4/a/tcp/1/p2p/b#{secret}", "--stay"]
+        sys, "argv", ["noloco-node", "join", f"{SCHEME}{'5' * 64}@/dns4/a/tcp/1/p2p/b#{secret}", "--stay"]
     )
     with Home.open(tmp_path):
         signed = holder(tmp_path)
     assert signed is not None
     assert secret not in signed.command
-    assert "noloco2:555" in signed.command
+    assert f"{SCHEME}555" in signed.command
     assert "--stay" in signed.command
 
 

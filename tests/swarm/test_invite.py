@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.addresses import PeerAddress, check_announce, check_listen, parse_peer_address
+from noloco_node.network.wire import WIRE_VERSION
 from noloco_node.swarm import invite
-from noloco_node.swarm.invite import KeptInvite, from_where
+from noloco_node.swarm.invite import SCHEME, KeptInvite, from_where
 
 DIGEST = "0123456789abcdef" * 4
 ED25519 = "12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
@@ -108,20 +109,19 @@ def test_an_address_is_split_into_place_and_peer() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "starts with neither 'noloco1:' nor 'noloco2:'"),
-        ("https://example.org", "starts with neither 'noloco1:' nor 'noloco2:'"),
-        (f"noloco3:{DIGEST}@{ADDRESSES[0]}", "format that this version does not know: noloco3:"),
-        (f"noloco1:{DIGEST[1:]}@{ADDRESSES[0]}", "64 hex digits in lower case, not 63 characters"),
-        (f"noloco1:{DIGEST.upper()}@{ADDRESSES[0]}", "64 hex digits in lower case"),
-        (f"noloco1:{DIGEST}", "no address follows"),
-        (f"noloco1:{DIGEST}@", "no address follows"),
-        (f"noloco1:{DIGEST}@/ip4/192.0.2.1/tcp/4001", "address 1 is wrong: .* does not end in /p2p/"),
-        (f"noloco1:{DIGEST}@{ADDRESSES[0]},/ip4/300.0.2.1/tcp/4001", "address 2 is wrong: .*not IPv4"),
-        (f"noloco1:{DIGEST}@/ip4/192.0.2.1/tcp/99999/p2p/{RSA}", "address 1 is wrong: .*not in range"),
-        (f"noloco1:{DIGEST}@/ip4/192.0.2.1/tcp/4001/p2p/nobody", "address 1 is wrong"),
-        (f"noloco1:{DIGEST}@/p2p/{RSA}", "address 1 is wrong: .*no place to dial"),
-        (f"noloco1:{DIGEST}@{ADDRESSES[0]},", "address 2 is wrong"),
-        (f"noloco1:{DIGEST}@{','.join(ADDRESSES[:1] * 65)}", "lists 65 addresses"),
+        ("", f"does not start with '{SCHEME}'"),
+        ("https://example.org", f"does not start with '{SCHEME}'"),
+        (f"{SCHEME}{DIGEST[1:]}@{ADDRESSES[0]}", "64 hex digits in lower case, not 63 characters"),
+        (f"{SCHEME}{DIGEST.upper()}@{ADDRESSES[0]}", "64 hex digits in lower case"),
+        (f"{SCHEME}{DIGEST}", "no address follows"),
+        (f"{SCHEME}{DIGEST}@", "no address follows"),
+        (f"{SCHEME}{DIGEST}@/ip4/192.0.2.1/tcp/4001", "address 1 is wrong: .* does not end in /p2p/"),
+        (f"{SCHEME}{DIGEST}@{ADDRESSES[0]},/ip4/300.0.2.1/tcp/4001", "address 2 is wrong: .*not IPv4"),
+        (f"{SCHEME}{DIGEST}@/ip4/192.0.2.1/tcp/99999/p2p/{RSA}", "address 1 is wrong: .*not in range"),
+        (f"{SCHEME}{DIGEST}@/ip4/192.0.2.1/tcp/4001/p2p/nobody", "address 1 is wrong"),
+        (f"{SCHEME}{DIGEST}@/p2p/{RSA}", "address 1 is wrong: .*no place to dial"),
+        (f"{SCHEME}{DIGEST}@{ADDRESSES[0]},", "address 2 is wrong"),
+        (f"{SCHEME}{DIGEST}@{','.join(ADDRESSES[:1] * 65)}", "lists 65 addresses"),
     ],
 )
 def test_what_is_wrong_is_named(text: str, words: str) -> None:
@@ -132,9 +132,17 @@ def test_what_is_wrong_is_named(text: str, words: str) -> None:
         raise ValueError(trouble.value.why)
 
 
+@pytest.mark.parametrize(("version", "words"), [(1, "an older protocol"), (WIRE_VERSION + 1, "a newer protocol")])
+def test_an_invite_of_another_version_says_which_of_the_two_is_older(version: int, words: str) -> None:
+    with pytest.raises(UserError, match="another version") as trouble:
+        invite.parse(f"noloco{version}:{DIGEST}@{ADDRESSES[0]}")
+    assert words in trouble.value.why
+    assert trouble.value.code is Exit.OTHER_RUN
+
+
 @given(st.text(string.printable, max_size=80))
 def test_any_text_is_an_invite_or_trouble(text: str) -> None:
-    for candidate in (text, f"noloco1:{text}", f"noloco1:{DIGEST}@{text}", f"noloco1:{DIGEST}@/ip4/192.0.2.1/{text}"):
+    for candidate in (text, f"{SCHEME}{text}", f"{SCHEME}{DIGEST}@{text}", f"{SCHEME}{DIGEST}@/ip4/192.0.2.1/{text}"):
         with contextlib.suppress(UserError):
             parsed = invite.parse(candidate)
             assert invite.parse(str(parsed)) == parsed

@@ -64,7 +64,7 @@ def test_without_any_each_peer_is_named_with_its_answer() -> None:
     with pytest.raises(UserError) as caught:
         fetched({"wrong": OTHER.serve}, ["nobody", "wrong"])
     assert caught.value.code is Exit.OTHER_RUN
-    assert "nobody: " in caught.value.why
+    assert "nobody cannot be reached; wrong: serves" in caught.value.why
     assert f"wrong: serves a run with the digest {OTHER.digest[:12]}" in caught.value.why
 
 

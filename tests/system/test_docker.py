@@ -23,6 +23,9 @@ import pytest
 from limits import LAST_RESORT_S
 from repository import ROOT
 
+from noloco_node.errors import Exit
+from noloco_node.swarm.invite import SCHEME
+
 pytestmark = pytest.mark.docker
 
 BUILD_S = 3600.0
@@ -215,3 +218,38 @@ def test_a_private_wan_trains_with_a_site_that_nobody_can_dial(image: str) -> No
         assert float(run("docker", "exec", host, "python3", "-c", program)) >= 0.05
         train_on(nodes)
         assert "a router is in between" in said(nodes[-1])
+
+
+def test_peers_of_two_versions_on_one_bridge_say_which_is_older(image: str, tmp_path: Path) -> None:
+    name = f"noloco-test-{os.getpid()}"
+    (tmp_path / "Dockerfile").write_text(
+        f"FROM {image}\nUSER root\n"
+        "RUN sed -i 's/^WIRE_VERSION = .*/WIRE_VERSION = 99/' "
+        "\"$(python3 -c 'import noloco_node.network.wire as wire; print(wire.__file__)')\"\n"
+    )
+    host = "noloco-node init run.toml && noloco-node bootstrap --home home --relays 0 --listen /ip4/0.0.0.0/tcp/4001"
+    try:
+        run("docker", "build", "-t", name, str(tmp_path), DOCKER_BUILDKIT="0")
+        run("docker", "network", "create", name)
+        invites = {}
+        for each, container in ((image, f"{name}-old"), (name, f"{name}-new")):
+            shell = ("--network", name, "--workdir", "/tmp", "--entrypoint", "sh")
+            run("docker", "run", "-d", "--name", container, *shell, each, "-c", host)
+            until(lambda c=container: "to join from" in said(c), "the invite")  # type: ignore[misc]
+            invites[each] = next(line for line in said(container).splitlines() if line.startswith("noloco"))
+        assert invites[name].startswith("noloco99:")
+
+        def refused(version: str, *words: str) -> str:
+            once = ("docker", "run", "--rm", "--network", name, "--entrypoint", "noloco-node", version, *words)
+            done = subprocess.run(once, capture_output=True, text=True, timeout=LAST_RESORT_S, check=False)
+            assert done.returncode == Exit.OTHER_RUN, done.stderr
+            return done.stderr
+
+        assert "a newer protocol" in refused(image, "join", "--home", "/tmp/home", invites[name])
+        assert "an older protocol" in refused(name, "join", "--home", "/tmp/home", invites[image])
+        forged = invites[name].replace("noloco99:", SCHEME)
+        assert "does not speak of 'run' in this run or version" in refused(image, "status", forged)
+    finally:
+        for kind, what in (("rm", f"{name}-old"), ("rm", f"{name}-new"), ("rmi", name)):
+            subprocess.run(["docker", kind, "-f", what], capture_output=True, check=False)
+        subprocess.run(["docker", "network", "rm", name], capture_output=True, check=False)

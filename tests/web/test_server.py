@@ -23,6 +23,7 @@ from noloco_node.cli.main import app
 from noloco_node.cli.options import page_place
 from noloco_node.errors import Exit, UserError
 from noloco_node.observe.playback import Playback
+from noloco_node.swarm.invite import SCHEME
 from noloco_node.tasks import background
 from noloco_node.web import server
 from noloco_node.web.places import PagePlace, ServedPlace, kept_token, metrics_place
@@ -251,7 +252,7 @@ def test_a_place_needs_a_port(text: str) -> None:
 
 @pytest.mark.parametrize("option", [("--metrics", "0.0.0.0:9464"), ("--web", "nowhere")])
 def test_a_wrong_place_is_refused_before_anything_is_begun(tmp_path: Path, option: tuple[str, str]) -> None:
-    done = CliRunner().invoke(app, ["join", "noloco1:x", "--home", str(tmp_path / "h"), *option])
+    done = CliRunner().invoke(app, ["join", f"{SCHEME}x", "--home", str(tmp_path / "h"), *option])
     assert isinstance(done.exception, UserError)
     assert not (tmp_path / "h").exists()
 

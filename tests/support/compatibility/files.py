@@ -220,34 +220,26 @@ def partial(home: Path) -> Any:
     return product.Partial(home / "catch-up", recipe().digest, OTHER_STAGE, unheard)
 
 
-def merged(stage: int) -> Any:
-    """Return a finished stage of an export, of which a peer kept a snapshot."""
-    named = dict(zip(shapes(stage), weights(stage, 90), strict=True))
-    taken = product.Standing(peer=KEPT_OF, round=4, inner_steps=18, progress=0.25, norm=3.5)
-    left_out = product.LeftOut(peer=DONOR, why="round 1, and the others are in round 4")
-    return product.Merged(named, (taken,), (left_out,), KEPT_OF)
-
-
-def fetched() -> Any:
+def fetched(stage: int, peer: str) -> Any:
     counters = product.Counters(
         run_id=recipe().digest,
-        stage=STAGE,
+        stage=stage,
         round=6,
         inner_steps=27,
         progress=0.375,
         samples=0,
         optimiser_steps=0,
-        peer=DONOR,
+        peer=peer,
     )
-    return product.Checkpoint(counters, {"slow": tuple(weights(STAGE, 95))})
+    return product.Checkpoint(counters, {"slow": tuple(weights(stage, 95))})
 
 
 def write_parts(path: Path) -> None:
-    """Write what an export leaves that was interrupted: a finished stage, and a replica of the other one."""
+    """Write what an export leaves that was interrupted: a replica, and a snapshot of the other stage."""
     lying = parts(path)
     lying.path.mkdir(parents=True, exist_ok=True)
-    lying.finish(OTHER_STAGE, merged(OTHER_STAGE))
-    lying.keep(fetched())
+    lying.keep(fetched(STAGE, DONOR))
+    lying.keep(fetched(OTHER_STAGE, KEPT_OF), is_snapshot=True)
 
 
 def parts(path: Path) -> Any:

@@ -40,7 +40,6 @@ from noloco_node.data.blocks import open_blocks
 from noloco_node.data.blocks import shuffled as mixed
 from noloco_node.errors import Exit
 from noloco_node.export.exporter import export
-from noloco_node.export.replica_files import MergedReplicas as Merged
 from noloco_node.export.replica_files import PartsDirectory, in_home
 from noloco_node.journal import events as journal
 from noloco_node.journal import writer as journal_writer
@@ -71,8 +70,6 @@ from noloco_node.sim.report.figures import Report, make_report
 from noloco_node.sim.report.watchers import EventTrace as Trace
 from noloco_node.sim.world import Watcher, World, simulate
 from noloco_node.state_sync.download import SNAPSHOT
-from noloco_node.state_sync.replica_mean import LeftOut
-from noloco_node.state_sync.replica_mean import ReplicaSummary as Standing
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.storage.checkpoint import save as save_checkpoint
 from noloco_node.storage.checkpoint_store import CheckpointStore as OwnCheckpoints
