@@ -185,16 +185,16 @@ class Offsets:
         self._offsets.pop(peer, None)
 
 
-class Split(NamedTuple):
-    """The answers to one microbatch: `alike`, `near` to each other, and the odd ones by how far they are from these."""
+class Majority(NamedTuple):
+    """The answers to one microbatch that are `alike`: within `near`. `odd`: how far answers are that are not."""
 
     alike: tuple[str, ...]
     near: float
     odd: dict[str, float]
 
     @classmethod
-    def of(cls, apart: Mapping[tuple[str, str], float]) -> Split:
-        """Split three or more answers by the distances of all pairs: two of three are alike, or three of more."""
+    def of(cls, apart: Mapping[tuple[str, str], float]) -> Majority:
+        """Find it by the distances of all pairs of three or more answers: two of three, three of more."""
         answers = tuple(dict.fromkeys(peer for pair in apart for peer in pair))
 
         def widest(group: tuple[str, ...]) -> float:
@@ -203,7 +203,7 @@ class Split(NamedTuple):
         def nearest(peer: str) -> float:
             return min(each for pair, each in apart.items() if peer in pair and set(pair) & set(alike))
 
-        alike = min(combinations(answers, min(3, len(answers) - 1)), key=widest)
+        alike = min(combinations(answers, min(LEAST_REPLICAS, len(answers) - 1)), key=widest)
         near = widest(alike)
         far = {peer: nearest(peer) for peer in answers if peer not in alike}
         return cls(alike, near, {peer: each for peer, each in far.items() if each > TIMES * near})
@@ -245,24 +245,25 @@ class Verdicts:
 
         `replicas`: all that work for us; those in quarantine may be among them.
         """
-        split = Split.of(apart)
-        if split.odd:
+        majority = Majority.of(apart)
+        if majority.odd:
             for pair, each in apart.items():
-                if set(pair) <= set(split.alike):
+                if set(pair) <= set(majority.alike):
                     self._note(pair, each)
         else:
             # Three that are equally far apart are three honest ones; two that agree may just have met.
             self._note(*sorted(apart.items(), key=lambda item: item[1])[1])
         usual = self.usual
-        odd = {peer: far for peer, far in split.odd.items() if split.near <= TIMES * usual < far}
+        odd = {peer: far for peer, far in majority.odd.items() if majority.near <= TIMES * usual < far}
         if now_s < self._doubts_until_s or not odd:
             return []
-        for peer in split.alike:
+        for peer in majority.alike:
             self._pass(peer)
-        strikes = (Verdict(peer, CheckFinding.STRUCK, far, usual) for peer, far in odd.items())
-        return [
-            each for strike in strikes for each in self._struck(strike, strike.distance, split.alike, replicas, now_s)
-        ]
+        found: list[Verdict] = []
+        for peer, far in odd.items():
+            strike = Verdict(peer, CheckFinding.STRUCK, far, usual)
+            found += self._struck(strike, far, majority.alike, replicas, now_s)
+        return found
 
     def watch(self, peer: str, gradient: Tensor, replicas: Collection[str], now_s: float) -> list[Verdict]:
         """Judge a replica by the means of its gradients, of which this is the last; `replicas` as for `judge`."""
@@ -441,11 +442,11 @@ class SpotChecks:
                 self._answered |= dict.fromkeys(answers, True)
                 return reply
             if len(answers) >= LEAST_REPLICAS:
-                split = Split.of(apart)
+                majority = Majority.of(apart)
                 # Three of which none is odd are honest; an odd one needs three that are alike, if there are so many.
-                decided = bool(split.odd) == (len(answers) > LEAST_REPLICAS)
+                decided = bool(majority.odd) == (len(answers) > LEAST_REPLICAS)
                 if decided or len(answers) == 1 + len(others):
-                    return self._judged(peer, answers, apart, split.alike)
+                    return self._judged(peer, answers, apart, majority.alike)
         return reply
 
     def _judged(

@@ -24,8 +24,8 @@ from pipeline.spot_checks import (
     MOST_PEERS,
     CheckBudget,
     CheckFinding,
+    Majority,
     Offsets,
-    Split,
     Verdict,
     Verdicts,
 )
@@ -293,9 +293,9 @@ def test_three_that_are_alike_are_told_from_two_that_collude(
         pair: data.draw(near) if not lying & set(pair) else between_liars if lying >= set(pair) else 1.9
         for pair in combinations(asked, 2)
     }
-    split = Split.of(apart)
-    assert set(split.odd) == lying
-    assert not lying & set(split.alike)
+    majority = Majority.of(apart)
+    assert set(majority.odd) == lying
+    assert not lying & set(majority.alike)
 
 
 @given(st.integers(0, 2**32), st.integers(3, 5), st.data())
