@@ -6,7 +6,6 @@ import asyncio
 import functools
 import gc
 import inspect
-import itertools
 import os
 import signal
 from collections.abc import Iterable, Iterator
@@ -89,13 +88,18 @@ def long_ones_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]
     """Return them in an order in which each worker begins with its share of the long tests.
 
     `--dist worksteal` gives each worker an equal part of the list, and who is done takes the end of another's. A long
-    test there is waited for by all, and tests that share a swarm, torn apart, start it twice.
+    test there is waited for by all, and tests that share a swarm, torn apart, start it twice. Of three workers or more
+    the last one has none that wait for daemons: it computes meanwhile.
     """
-    long = [item for item in items if _has_one(item, LONG)]
+    groups: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        if _has_one(item, LONG):
+            groups.setdefault(item.path if _has_one(item, ("shared",)) else item, []).append(item)
     short = [item for item in items if not _has_one(item, LONG)]
     shares: list[list[pytest.Item]] = [[] for _ in range(workers)]
-    for _, of_a_file in itertools.groupby(long, lambda item: item.path):
-        min(shares, key=len).extend(of_a_file)
+    waiting, computing = (shares[:-1], shares[-1:]) if workers > 2 else (shares, shares)
+    for group in sorted(groups.values(), key=len, reverse=True):
+        min(waiting if _has_one(group[0], REAL) else computing, key=len).extend(group)
     ordered: list[pytest.Item] = []
     for number, share in enumerate(shares):
         room = max(0, (len(items) - len(ordered)) // (workers - number) - len(share))

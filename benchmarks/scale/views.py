@@ -48,7 +48,7 @@ from gossip.rounds.matching import (
 )
 from gossip.settings import RoundTimeouts
 from noloco_node.libp2p.record_checks import SIGNATURE_BYTES
-from noloco_node.libp2p.record_holders import LONGEST_SEARCH_S, MORE_EVERY, SEARCH_PAUSES, SEARCH_S, SEARCHED, WRITTEN
+from noloco_node.libp2p.record_holders import LONGEST_SEARCH_S, MORE_EVERY, SEARCH_S, SEARCHED, WRITTEN
 from noloco_node.libp2p.short_answers import NAME_BYTES, shortened
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.membership import READ_NEXT_S, READ_OTHERS_S, READ_OWN_S, READ_S, SAMPLE_RENEWALS
@@ -387,10 +387,14 @@ class Stage:
         return float(sent.max())
 
     def _search_kb(self, every_s: float) -> float:
-        """Return what searches cost a second: one in a peer's life, and the next sooner where holders often die."""
-        calm_s = max(SEARCH_S, min(SEARCH_PAUSES * every_s, LONGEST_SEARCH_S))
-        dies = self.churn / 6000.0 * WRITTEN * calm_s > 1.0
-        return SEARCH_KB / self.life_s + SEARCH_KB / (every_s * math.ceil((SEARCH_S if dies else calm_s) / every_s))
+        """Return what it costs a second to know the nodes near a key that is used so often.
+
+        One search in a peer's life and seldom another, an answer with neighbours every few minutes, and one answer of
+        each node that comes near the key; of those as many as records are stored with at a use, at most.
+        """
+        named_s = every_s * max(1, math.floor(SEARCH_S / every_s))
+        comes = min(WRITTEN * self.churn / 6000.0, WRITTEN / every_s)
+        return SEARCH_KB * (1.0 / self.life_s + 1.0 / LONGEST_SEARCH_S) + READ_KB * (1.0 / named_s + comes)
 
     def _reading_kb(self, shard: Shard, every_s: float) -> float:
         """Return what a reading costs: records travel once, as far as they are new; each holder asked is named all.

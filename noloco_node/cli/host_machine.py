@@ -28,7 +28,7 @@ from noloco_node.planning.model_layout import ModelLayout, make_stage, model_lay
 from noloco_node.planning.plan import KeptGraphs, device_needs, graphs_that_fit
 from noloco_node.run.config import RunConfig
 from noloco_node.storage.checkpoint import Checkpoint, evaluated_in, save
-from noloco_node.storage.checkpoint_store import CheckpointStore, SnapshotDirectory
+from noloco_node.storage.checkpoint_store import CheckpointStore
 from noloco_node.storage.home import RunPaths
 from noloco_node.storage.transfer_files import PartialDownload, StateFile
 from noloco_node.storage.weight_store import WeightStore
@@ -57,7 +57,6 @@ class HostDisk(Host):
         options, home, self._torch_device, recipe = request
         self._options, self._home, self._recipe = options, home, recipe
         self.checkpoints = CheckpointStore(home.checkpoint, home.snapshots, recipe.digest, peer, say)
-        self.snapshots = SnapshotDirectory(home.snapshots, recipe.digest) if options.keep_snapshots else None
 
     async def save(self, checkpoint: Checkpoint) -> str:
         loop = asyncio.get_running_loop()
@@ -71,7 +70,7 @@ class HostDisk(Host):
         return await self.device.beside(StateFile, self._home.path, state)
 
     def partial_download(self, stage: int) -> PartialDownload:
-        return PartialDownload(self._home.partial_download, self._recipe.digest, stage, say)
+        return PartialDownload(self._home.partial_download, stage, say)
 
     def unix_time(self) -> float:
         return time.time()
@@ -99,8 +98,7 @@ class EvaluationMachine:
 
     async def best_loss(self) -> float | None:
         kept = await asyncio.to_thread(evaluated_in, self._directory)
-        # Weights that an earlier version has kept do not name their text.
-        return min((each.held_out_loss for each in kept.values() if each.text in ("", self._digest)), default=None)
+        return min((each.held_out_loss for each in kept.values() if each.text == self._digest), default=None)
 
     async def keep(self, evaluated: Checkpoint) -> None:
         counters = structs.replace(evaluated.counters, text=self._digest)
@@ -141,8 +139,9 @@ class StageHost(HostDisk):
         free, most = memory.free_bytes(self._torch_device) + given_back, self._options.most_memory_bytes
         return free if most is None else min(free, most)
 
-    def free_beside_bytes(self) -> int:
-        return memory.machine_free_bytes()
+    def free_beside_bytes(self, given_back: int = 0) -> int:
+        free, most = memory.machine_free_bytes() + given_back, self._options.most_ram_bytes
+        return free if most is None else min(free, most)
 
     def prepare_text(self, stage: int) -> None:
         if stage == 0:

@@ -19,7 +19,8 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -41,7 +42,7 @@ from noloco_node.libp2p.record_checks import (
     place_of,
     read_signer,
 )
-from noloco_node.libp2p.record_holders import SEARCHED, SILENT_S, Holders
+from noloco_node.libp2p.record_holders import SEARCHED, Holders
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret
 from noloco_node.libp2p.short_answers import Version
 from noloco_node.tasks import loop_s
@@ -84,12 +85,15 @@ class DhtRecords:
         node = await self._control.bounded(DhtNode.create(parts, client, signatures, rules, _ANSWER_S), wait_s)
         node.replace_store(BoundedStorage(node.storage).store)
         node.filter_answers(
-            lambda place, entries: keep_believed(
-                place, entries, signatures, self._places.get(place, Holders()).known, self._salt
-            )
+            lambda place, entries: keep_believed(place, entries, signatures, self._known(place), self._salt)
         )
         self._node = node
         return await node.join([parts.PeerID.from_base58(address.peer) for address in bootstrap], _ANSWER_S)
+
+    def _known(self, place: bytes) -> Collection[str]:
+        """Return the peers of which our last reading of a place found a record."""
+        holders = self._places.get(place)
+        return () if holders is None else holders.known
 
     def _accepts(self, place: bytes, peer: str, content: bytes) -> bool:
         """Say whether we keep a record of somebody's: those of relays carry no ticket."""
@@ -131,8 +135,9 @@ class DhtRecords:
             answers = await asyncio.gather(*(node.store(peer, place, subkey, packed, expiry) for peer in asked))
             for peer, took in zip(asked, answers, strict=True):
                 if took is None:
-                    holders.doubt(peer, loop_s(), SILENT_S)
+                    holders.note_silence(peer, loop_s())
                     continue
+                holders.note_answer(peer)
                 answered += 1
                 if took:
                     stored = True
@@ -153,13 +158,14 @@ class DhtRecords:
         answers: dict[PeerId, dict[str, Version]] = {}
         wrote: dict[PeerId, float] = {}
         for number, group in enumerate(holders.next_reading(loop_s())):
-            wrote |= {peer: holders.written(peer) for peer in group}
+            wrote |= {peer: holders.written(peer) for peer in group if not holders.is_candidate(peer)}
             # One first: the others leave out what it has told.
             for asked in (group,) if answers else (group[:1], group[1:]):
                 for peer, answer in zip(asked, await self._ask(asked, place, known | found), strict=True):
                     if answer is None:
-                        holders.doubt(peer, loop_s(), SILENT_S)
+                        holders.note_silence(peer, loop_s())
                         continue
+                    holders.note_answer(peer)
                     answers[peer] = answer
                     for subkey, version in answer.items():
                         if subkey not in found or version.expiry > found[subkey].expiry:
@@ -193,9 +199,17 @@ class DhtRecords:
                 self._places.clear()
             for each in self._places.values():
                 each.forget_expired(time.time())
-        holders, node = self._places.setdefault(place, Holders()), self._joined()
+        node = self._joined()
+        holders = self._places.setdefault(place, Holders(partial(node.distance, place)))
         if holders.is_search_due(loop_s(), node.neighbours):
             holders.note_search(await node.nearest(place, SEARCHED), loop_s(), node.neighbours)
+        elif holders.is_hearing_due(loop_s()):
+            peer = holders.next_teller(loop_s())
+            named = await node.named(peer, place)
+            if named is None:
+                holders.note_silence(peer, loop_s())
+            else:
+                holders.note_named(peer, named, loop_s())
         return holders
 
     def _joined(self) -> DhtNode:

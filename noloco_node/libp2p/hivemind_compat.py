@@ -241,9 +241,27 @@ class DhtNode:
     async def nearest(self, place: bytes, most: int) -> tuple[PeerId, ...]:
         """Return the peers whose nodes are nearest to a place, of those that answer and of us; the nearest first."""
         await self._become_known()
-        # Each node on the way would add all records of the place to its answer. Nobody has a record at the place beside
-        # it, which has the same neighbours.
-        return await self._search(type(self._node.node_id)(int.from_bytes(place) ^ 1), most)
+        return await self._search(self._beside(place), most)
+
+    async def named(self, peer: PeerId, place: bytes) -> list[PeerId] | None:
+        """Return the peers that one names as near a place; None: no answer."""
+        query = self._beside(place)
+        if peer == self._node.peer_id:
+            return self._true(self._node.protocol.routing_table.get_nearest_neighbors(query, _BUCKET))
+        answer = await self._ask(peer, query)
+        return None if answer is None else self._true(answer[1].items())
+
+    def distance(self, place: bytes, peer: PeerId) -> int:
+        """Return how far the node of a peer is from a place."""
+        far: int = type(self._node.node_id).from_bytes(place).xor_distance(self._id_of(peer))
+        return far
+
+    def _beside(self, place: bytes) -> Any:
+        """Return the place beside a place, which has the same neighbours and no records.
+
+        A node that is asked about the place itself adds all records of it to its answer.
+        """
+        return type(self._node.node_id)(int.from_bytes(place) ^ 1)
 
     async def _become_known(self) -> None:
         """Search our own place, once; raise ConnectionResetError as long as we hold no good ticket and need one."""

@@ -9,14 +9,22 @@ alone. So a node is doubted that took our record and answers without it, or with
 node comes last from then on, and the next nearest takes its place. All peers that publish under the key find that out.
 So that honest nodes have the records, the first publication and every twelfth go to all `SEARCHED` nodes. The first
 reading asks all of them; every twelfth one asks all nodes that a record is stored with, and one of the others.
+
+Nodes come and go. Every few minutes one of these nodes is asked to name its neighbours. One of them that is nearer to
+the key than a node that records are stored with is a candidate: it is asked beside the next reading, and takes its
+place once it answers. This costs a tenth of a search, which is needed every two hours then. A node that named several
+others which are silent is not believed until the next search (`node_search` has the same rule).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from noloco_node.libp2p.hivemind_compat import PeerId
+from noloco_node.libp2p.node_search import MOST_NAMED, MOST_WRONG
 from noloco_node.libp2p.short_answers import Version
 
 WRITTEN, SEARCHED = 3, 12
@@ -24,10 +32,10 @@ WRITTEN, SEARCHED = 3, 12
 MORE_EVERY = 12
 """One of so many publications, or readings, goes to more nodes. Records in the DHT outlive the time between two."""
 SEARCH_S, SEARCH_AGAIN_S = 300.0, 5.0  # a search is good for so long; after one, the next waits at least so long
-SEARCH_PAUSES, LONGEST_SEARCH_S = 12, 3600.0
-"""While all nodes answer well, a search is good for so many pauses between two uses, and for so long at most."""
+HEARD_PAUSES, LONGEST_SEARCH_S = 1.5, 7200.0
+"""A search is good for so long while nodes name their neighbours, within `SEARCH_S` or so many pauses between uses."""
 DOUBTED_S, SILENT_S = 600.0, 30.0
-"""A node comes last for so long: one that lost what it took, and one that did not answer."""
+"""For so long a node comes last that lost what it took, and nobody asks one that did not answer."""
 STALE_S, STALE_PERIODS = 15.0, 1.5
 """A record that has not changed for so long, or for so many times of its last two versions' distance, may have a newer
 version elsewhere.
@@ -44,37 +52,91 @@ class _Known(NamedTuple):
 
 
 class Holders:
-    """What we know of one place: the nodes near it, and the records that were there."""
+    """What we know of one place: the nodes near it, and the records that were there.
 
-    def __init__(self) -> None:
+    `distance`: of a peer's node from the place.
+    """
+
+    def __init__(self, distance: Callable[[PeerId], int]) -> None:
+        self._distance = distance
         self.known: dict[str, _Known] = {}  # the records that the last reading found, by subkey
         self._nearest: tuple[PeerId, ...] = ()
+        """Nodes that have answered, the nearest first."""
+        self._candidates: dict[PeerId, PeerId] = {}
+        """Nodes that have not answered yet, each with the one that named it."""
+        self._right, self._wrong = Counter[PeerId](), Counter[PeerId]()
+        """How many candidates of each node have answered, and how many were silent, since the last search."""
         self._doubted_until_s: dict[PeerId, float] = {}
         self._took: dict[PeerId, float] = {}
         """The expiry of the version of our own record that each node has taken last."""
-        self._searched_s, self._neighbours = float("-inf"), 0
+        self._searched_s = self._heard_s = float("-inf")
+        """When we searched the nodes last, and when one last named its neighbours (loop seconds)."""
+        self._neighbours = 0
         self._used_s, self._pause_s = 0.0, 0.0
         """When we last read or wrote here (loop seconds), and how long after the time before."""
-        self._in_doubt = False  # whether a node did not answer well since the last search
-        self._readings = self._writings = 0
+        self._in_doubt = False  # whether a node lacked what must be there since the last search
+        self._readings = self._writings = self._hearings = 0
 
     # Which nodes there are.
 
     def is_search_due(self, now_s: float, neighbours: int) -> bool:
         """Say whether the nodes near the place are to be searched anew. `neighbours`: in our routing table."""
-        age_s = now_s - self._searched_s
-        good_s = 0.0 if self._in_doubt else min(SEARCH_PAUSES * self._pause_s, LONGEST_SEARCH_S)
+        age_s, unheard_s = now_s - self._searched_s, now_s - max(self._searched_s, self._heard_s)
         changed = 8 * abs(neighbours - self._neighbours) > self._neighbours
         good = sum(not self._is_doubted(peer, now_s) for peer in self._nearest)
         # We count as one: a search finds us, too.
         too_few = good < min(WRITTEN, neighbours + 1)
-        return age_s > max(SEARCH_S, good_s) or (age_s > SEARCH_AGAIN_S and (changed or too_few))
+        return (
+            age_s > (SEARCH_S if self._in_doubt else LONGEST_SEARCH_S)
+            or unheard_s > max(SEARCH_S, HEARD_PAUSES * self._pause_s)
+            or (age_s > SEARCH_AGAIN_S and (changed or too_few))
+        )
 
     def note_search(self, nearest: Sequence[PeerId], now_s: float, neighbours: int) -> None:
         self._nearest, self._searched_s, self._neighbours = tuple(nearest), now_s, neighbours
         self._in_doubt = False
+        self._candidates.clear()
+        self._right.clear()
+        self._wrong.clear()
         self._took = {peer: expiry for peer, expiry in self._took.items() if peer in nearest}
         self._doubted_until_s = {peer: end_s for peer, end_s in self._doubted_until_s.items() if end_s > now_s}
+
+    def is_hearing_due(self, now_s: float) -> bool:
+        """Say whether a node is to be asked for its neighbours, lest a search be due at the next use."""
+        return now_s - max(self._searched_s, self._heard_s) > SEARCH_S - self._pause_s and bool(self._nearest)
+
+    def next_teller(self, now_s: float) -> PeerId:
+        """Return the node to ask for its neighbours: one with which records are stored, another each time."""
+        self._hearings += 1
+        return _turned(self.order(now_s)[:WRITTEN], self._hearings)[0]
+
+    def note_named(self, teller: PeerId, named: Sequence[PeerId], now_s: float) -> None:
+        """Note the peers that a node names as near. Those that are nearer than where we write are to be asked."""
+        if self._wrong[teller] >= max(MOST_WRONG, self._right[teller]):
+            return
+        self._heard_s = now_s
+        written = self.order(now_s)[:WRITTEN]
+        within = self._distance(written[-1]) if len(written) == WRITTEN else math.inf
+        for peer in named[:MOST_NAMED]:
+            if peer not in self._nearest and not self._is_doubted(peer, now_s) and self._distance(peer) < within:
+                self._candidates.setdefault(peer, teller)
+        nearest = sorted(self._candidates, key=self._distance)[:WRITTEN]
+        self._candidates = {peer: self._candidates[peer] for peer in nearest}
+
+    def note_answer(self, peer: PeerId) -> None:
+        """Note that a node answers: a candidate takes its place."""
+        teller = self._candidates.pop(peer, None)
+        if teller is not None:
+            self._right[teller] += 1
+            self._nearest = tuple(sorted((*self._nearest, peer), key=self._distance)[:SEARCHED])
+
+    def note_silence(self, peer: PeerId, now_s: float) -> None:
+        """Note that a node does not answer. It is left out for a while; who lives is named again."""
+        teller = self._candidates.pop(peer, None)
+        if teller is not None:
+            self._wrong[teller] += 1
+        self._nearest = tuple(other for other in self._nearest if other != peer)
+        self._doubt(peer, now_s, SILENT_S)
 
     def _use(self, now_s: float) -> None:
         self._used_s, self._pause_s = now_s, now_s - self._used_s if self._used_s else 0.0
@@ -83,8 +145,7 @@ class Holders:
         """Return the nodes, the nearest first; those in doubt come last."""
         return sorted(self._nearest, key=lambda peer: self._is_doubted(peer, now_s))
 
-    def doubt(self, peer: PeerId, now_s: float, for_s: float) -> None:
-        self._in_doubt = True
+    def _doubt(self, peer: PeerId, now_s: float, for_s: float) -> None:
         self._doubted_until_s[peer] = max(now_s + for_s, self._doubted_until_s.get(peer, 0.0))
 
     def _is_doubted(self, peer: PeerId, now_s: float) -> bool:
@@ -97,10 +158,16 @@ class Holders:
         turn = self._writings
         self._use(now_s)
         self._writings += 1
-        return self.order(now_s), SEARCHED if turn % MORE_EVERY == 0 else WRITTEN
+        # A candidate is nearer than one of those that would be stored with.
+        order = sorted([*self._nearest, *self._candidates], key=self._distance)
+        order.sort(key=lambda peer: self._is_doubted(peer, now_s))
+        return order, SEARCHED if turn % MORE_EVERY == 0 else WRITTEN
 
     def note_written(self, peer: PeerId, expiry: float) -> None:
         self._took[peer] = expiry
+
+    def is_candidate(self, peer: PeerId) -> bool:
+        return peer in self._candidates
 
     def written(self, peer: PeerId) -> float:
         """Return the expiry of the version of our own record that a node has taken last; 0 where it has none."""
@@ -114,15 +181,15 @@ class Holders:
         self._use(now_s)
         self._readings += 1
         if turn == 0:
-            return [order]
+            return [[*order, *self._candidates]]
         written, others = order[:WRITTEN], order[WRITTEN:]
         often, number = divmod(turn, MORE_EVERY)
         if number:
             written = _turned(written, turn)
-            return [written[:1], written[1:], others]
+            return [[*written[:1], *self._candidates], written[1:], others]
         # The farthest comes first: a liar would place itself near.
         others = _turned(others[::-1], often - 1)
-        return [[*written, *others[:1]], others[1:]]
+        return [[*written, *self._candidates, *others[:1]], others[1:]]
 
     def versions(self, unix_s: float) -> dict[str, Version]:
         """Return the versions that the last reading found and that may still be there, by subkey."""
@@ -159,14 +226,18 @@ class Holders:
         now_s: float,
         unix_s: float,
     ) -> None:
-        """Doubt nodes that lost our record, or most of what others have. `wrote`: `written` when they were asked."""
+        """Doubt nodes that lost our record, or most of what others have. `wrote`: `written` when they were asked.
+
+        A node that was a candidate then has no entry there, for it may have come just now.
+        """
         everything = {subkey for answer in answers.values() for subkey in answer} & self.known.keys()
-        written = [peer for peer in self.order(now_s)[:WRITTEN] if peer in answers]
+        written = [peer for peer in self.order(now_s)[:WRITTEN] if peer in answers and peer in wrote]
         for peer in written:
             answer = answers[peer]
             lost = me not in answer or answer[me].expiry < wrote[peer]
             if (lost and wrote[peer] > unix_s + MARGIN_S) or 2 * len(everything & answer.keys()) < len(everything):
-                self.doubt(peer, now_s, DOUBTED_S)
+                self._in_doubt = True
+                self._doubt(peer, now_s, DOUBTED_S)
 
     def note_found(self, found: Mapping[str, Version], now_s: float) -> None:
         """Remember what a reading has found."""

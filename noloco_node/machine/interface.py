@@ -177,18 +177,11 @@ class EvaluationHost(Protocol):
         """Keep weights that were evaluated in place of those kept before; raise `OSError` if the disk refuses."""
 
 
-class SnapshotStore(Protocol):
-    """Keeps stage snapshots. `noloco_node.storage.checkpoint_store.SnapshotDirectory` is the real one."""
-
-    async def keep(self, checkpoint: Checkpoint) -> None:
-        """Keep this and the last few snapshots of its stage; raise `OSError` without room for it."""
-
-    async def newest(self, stage: int) -> Checkpoint | None:
-        """Return the last stage snapshot, or None."""
-
-
 class CheckpointArchive(Protocol):
-    """Checkpoints of stages that this peer served; `noloco_node.storage.checkpoint_store.CheckpointStore`."""
+    """Checkpoints of stages that this peer served, and snapshots of others.
+
+    `noloco_node.storage.checkpoint_store.CheckpointStore` is the real one.
+    """
 
     async def served(self) -> int | None:
         """Return the stage that this peer served last, or None."""
@@ -199,11 +192,14 @@ class CheckpointArchive(Protocol):
     async def set_aside(self, own: int) -> None:
         """Put checkpoints of other stages than `own` where those of `own` do not replace them."""
 
+    async def keep(self, snapshot: Checkpoint) -> None:
+        """Keep this and the last few snapshots of its stage; raise `OSError` without room for it."""
+
     async def stages(self) -> tuple[int, ...]:
-        """Return the stages that have a checkpoint here."""
+        """Return the stages of which a snapshot or a checkpoint was set aside here."""
 
     async def slow(self, stage: int) -> Checkpoint | None:
-        """Return the slow weights of a stage, or None."""
+        """Return the newest slow weights of a stage that were set aside here, or None."""
 
 
 class FirstWeights(Protocol):
@@ -231,8 +227,7 @@ class Host(ABC):
     """All that a machine gives to a node. What a machine does not have or know is None or empty, as here."""
 
     device: Runner  # the thread for tensor work
-    checkpoints: CheckpointArchive  # checkpoints of the stages that this peer served
-    snapshots: SnapshotStore | None = None  # stage snapshots; None if the owner did not ask to keep any
+    checkpoints: CheckpointArchive  # checkpoints of the stages that this peer served, and snapshots of others
     first_weights: FirstWeights | None = None
     """The checkpoint that the run starts from; None for weights drawn from its seed or a model of the hub."""
     tokenizer: WeightStore | None = None
@@ -280,8 +275,8 @@ class Host(ABC):
         """Return the device's free memory, at most what its owner allows. `given_back`: bytes that are free besides."""
         return None
 
-    def free_beside_bytes(self) -> int | None:
-        """Return the free main memory."""
+    def free_beside_bytes(self, given_back: int = 0) -> int | None:
+        """Return the free main memory, as `free_bytes` does that of the device."""
         return None
 
     def prepare_text(self, stage: int, /) -> None:  # noqa: B027

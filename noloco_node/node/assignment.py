@@ -53,7 +53,7 @@ from noloco_node.run.protocols import (
     topic,
 )
 from noloco_node.state_sync.download import copying_s
-from noloco_node.state_sync.snapshot_keeper import SnapshotKeeper, SnapshotKeeperConfig, turn_away
+from noloco_node.state_sync.snapshot_keeper import SnapshotKeeper, SnapshotKeeperConfig, SnapshotServer, turn_away
 from noloco_node.state_sync.starting_state import SnapshotTrial
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.storage.checkpoint_store import CheckpointWriter
@@ -115,6 +115,7 @@ class NodeServices:
     writer: CheckpointWriter
     health: HealthMonitor
     shut_out: Callable[[str, float], None]
+    snapshots: SnapshotServer
 
 
 class StageServer:
@@ -449,20 +450,22 @@ class Assignment:
         return Evaluator(evaluated, replica.rounds.finished)
 
     async def _keep_snapshots(self) -> None:
-        context, store = self._context, self._context.host.snapshots
-        if store is None or not context.keeps_snapshots:
+        context, membership = self._context, self._context.membership
+        if not context.keeps_snapshots:
             return
         config = SnapshotKeeperConfig(
             run_id=context.run_file.digest,
             seed=context.run.seed,
-            shapes=tuple(tuple(shapes.values()) for shapes in context.dimensions.shapes),
             own=self.replica.stage,
             every=context.options.keep_snapshots,
-            deadline_s=lambda weight_bytes: copying_s(weight_bytes, context.options.slowest_bytes_per_s),
         )
-        membership = context.membership
         await SnapshotKeeper(
-            config, context.network, lambda: membership.roster, store, context.host.device, context.reporter
+            config,
+            self._services.snapshots,
+            context.network,
+            lambda: membership.roster,
+            context.host.device,
+            context.reporter,
         ).run()
 
 

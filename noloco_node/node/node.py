@@ -35,7 +35,7 @@ from noloco_node.node.stage_work import StageWork
 from noloco_node.run.peer_state import PeerState
 from noloco_node.state_sync import weight_exchange
 from noloco_node.state_sync.download import copying_s
-from noloco_node.state_sync.snapshot_keeper import FormerStageServer
+from noloco_node.state_sync.snapshot_keeper import SnapshotServer, training_at
 from noloco_node.state_sync.starting_state import NONE_FAILED, FailedSnapshots
 from noloco_node.storage.checkpoint_store import CheckpointWriter
 from noloco_node.swarm import run_distribution, speed_test
@@ -81,6 +81,15 @@ class Node:
             reporter=reporter,
             options=options,
         )
+        snapshots = SnapshotServer(
+            context.network,
+            host.device,
+            host.checkpoints,
+            tuple(tuple(shapes.values()) for shapes in dimensions.shapes),
+            lambda size: copying_s(size, options.slowest_bytes_per_s),
+            # Without snapshots we read records of our own stage and the next one alone.
+            lambda number: context.keeps_snapshots and not training_at(membership.roster, number),
+        )
         self._services = assignments.NodeServices(
             work=StageWork(run, network.peer_id, membership, host.open_text, reporter),
             writer=CheckpointWriter(
@@ -92,12 +101,7 @@ class Node:
             ),
             health=HealthMonitor(membership, reporter, host.unix_time, host.asleep_s, self._forgive),
             shut_out=bans.shut_out,
-        )
-        self._snapshots = FormerStageServer(
-            host,
-            context.network,
-            tuple(tuple(shapes.values()) for shapes in dimensions.shapes),
-            None if context.keeps_snapshots else lambda size: copying_s(size, options.slowest_bytes_per_s),
+            snapshots=snapshots,
         )
         self.assignment: assignments.Assignment | None = None  # our assignment; None on the way to a stage
         self._addresses: tuple[str, ...] = ()
@@ -200,7 +204,7 @@ class Node:
         start = await joining
         if start is None:
             return None
-        await self._snapshots.begin(start.number)
+        await self._services.snapshots.begin(start.number)
         return assignments.Assignment(self._context, self._services, start, self._addresses, moves, self._unfit)
 
     async def _arrive(self, request: StageRequest, leave: asyncio.Event) -> Start | None:
@@ -208,7 +212,7 @@ class Node:
         if leave.is_set():
             return None
         assert request.stage is not None
-        await self._snapshots.begin(request.stage)
+        await self._services.snapshots.begin(request.stage)
         return await until_event(leave, join(self._context, request))
 
     async def _move(self, move: Move, device_s: float, leave: asyncio.Event) -> Start | None:

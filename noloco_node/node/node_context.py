@@ -84,7 +84,7 @@ class NodeContext:
 
     @property
     def keeps_snapshots(self) -> bool:
-        return self.host.snapshots is not None and self.options.keep_snapshots > 0
+        return self.options.keep_snapshots > 0
 
     def claim_record(
         self, stage: int, state: PeerState, device_s: float, may_serve: tuple[int, ...] = ()

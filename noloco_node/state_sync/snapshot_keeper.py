@@ -1,15 +1,15 @@
 """Slow weights of other stages, kept and served so that no stage dies with its last replica.
 
-A peer with `--keep-snapshots ROUNDS` takes a stage snapshot that is so many rounds further than the last one, from a
-random one of the replicas that agree on round and norm. It also serves its last checkpoints of stages that it served
-before. It serves one stage at a time, and a stage without replicas in any case (docs/design/catching-up.md).
+A peer serves its last checkpoints of stages that it served before, one stage at a time. With `--keep-snapshots ROUNDS`
+it also takes a stage snapshot that is so many rounds further than the last one, from a random one of the replicas that
+agree on round and norm, and serves a stage without replicas in any case (docs/design/catching-up.md).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -18,8 +18,8 @@ from statistics import median_low
 from gossip.exchange.codec import norm
 from gossip.exchange.messages import Busy, Manifest, Parts, ReplicaState
 from gossip.transfer.donor import Donor, DonorLimits
-from gossip.transfer.download import OUTLYING_ROUNDS, download_state, piece_s
-from noloco_node.machine.interface import Host, Reporter, Runner, SnapshotStore
+from gossip.transfer.download import OUTLYING_ROUNDS, Objection, piece_s
+from noloco_node.machine.interface import CheckpointArchive, Reporter, Runner
 from noloco_node.network.calls import patient
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.run.peer_state import PeerState
@@ -40,54 +40,59 @@ NORM_CHANGE = 1.5  # a norm may differ by this factor from what the same replica
 
 
 class SnapshotServer:
-    """Serves slow weights from the disk, of one stage at a time.
+    """Serves slow weights of other stages than our own from the disk, of one stage at a time.
 
-    `shapes`: of each stage. `deadline_s`: for so many bytes to be fetched. `load`: reads a stage's weights, None if
-    there are none. `is_last`: says that no replica serves a stage, which is then served besides others.
+    `archive`: has the weights. `shapes`: of each stage. `deadline_s`: for so many bytes to be fetched. `is_last`: says
+    that no replica serves a stage, which is then served besides others.
     """
 
     def __init__(
         self,
         network: PeerNetwork,
         device: Runner,
+        archive: CheckpointArchive,
         shapes: Sequence[Shapes],
         deadline_s: Callable[[int], float],
-        load: Callable[[int], Awaitable[Checkpoint | None]],
-        is_last: Callable[[int], bool] = lambda _: False,
+        is_last: Callable[[int], bool],
     ) -> None:
-        self._network, self._device, self._shapes, self._deadline_s = network, device, shapes, deadline_s
-        self._load, self._is_last = load, is_last
+        self.archive, self.shapes, self.deadline_s = archive, shapes, deadline_s
+        self._network, self._device, self._is_last = network, device, is_last
         self._donors: dict[int, Donor] = {}
         self._served = set[int]()
         self._counters: dict[int, ReplicaState] = {}
         self._talking: Counter[int] = Counter()
 
+    async def begin(self, own: int) -> None:
+        """Set aside checkpoints of other stages than our own, and serve all that are here from now on."""
+        await self.archive.set_aside(own)
+        self._counters.clear()
+        for number in await self.archive.stages():
+            if number != own and number < len(self.shapes):
+                await self._serve(number)
+
     async def note(self, found: Checkpoint) -> None:
         """Serve a stage from now on, with `found` as its newest weights."""
         await self._remember(found.counters.stage, state_of(found))
-        await self.serve(found.counters.stage)
+        await self._serve(found.counters.stage)
 
-    async def serve(self, number: int) -> None:
+    async def _serve(self, number: int) -> None:
         """Serve a stage from now on; its weights are read when a peer asks for them."""
         if number not in self._served:
             self._served.add(number)
             subject, serve = self._subject(number), partial(self._converse, number)
             await self._network.serve(topic(SNAPSHOT, number), subject.schema, serve)
 
-    def forget(self) -> None:
-        self._counters.clear()
-
     def _donor(self, number: int) -> Donor:
         if number not in self._donors:
             subject = self._subject(number)
-            deadline_s = self._deadline_s(subject.weight_bytes)
+            deadline_s = self.deadline_s(subject.weight_bytes)
             limits = DonorLimits(deadline_s=2 * deadline_s, piece_s=piece_s(deadline_s, subject.pieces))
             provide = partial(self._provide, number)
             self._donors[number] = Donor(provide, self._device.beside, subject.shapes, limits)
         return self._donors[number]
 
     def _subject(self, number: int) -> WeightsOf:
-        return WeightsOf(number, self._shapes[number], SNAPSHOT)
+        return WeightsOf(number, self.shapes[number], SNAPSHOT)
 
     async def _remember(self, number: int, state: ReplicaState) -> None:
         """Remember counters and norm: many peers ask for these, which must cost neither disk nor memory."""
@@ -98,7 +103,7 @@ class SnapshotServer:
         """Return a stage's counters, or its weights from the disk."""
         if parts is Parts.OUTLINE and number in self._counters:
             return self._counters[number]
-        found = await self._load(number) if parts is not Parts.ALL else None
+        found = await self.archive.slow(number) if parts is not Parts.ALL else None
         if found is None:
             raise ConnectionAbortedError("of another's stage there are slow weights, as long as they lie here, no more")
         state = state_of(found)
@@ -120,30 +125,6 @@ class SnapshotServer:
         """Say whether weights of another stage are on their way, or held for a peer."""
         others = [other for other in self._donors if other != number]
         return any(self._talking[other] or self._donors[other].statistics()["held"] for other in others)
-
-
-class FormerStageServer:
-    """Serves a peer's last checkpoints of stages that it served before.
-
-    `deadline_s`: as for `SnapshotServer`; None serves nothing, because a peer that keeps snapshots of all stages serves
-    these with them.
-    """
-
-    def __init__(
-        self, host: Host, network: PeerNetwork, shapes: Sequence[Shapes], deadline_s: Callable[[int], float] | None
-    ) -> None:
-        self._former, self._stages, self._server = host.checkpoints, len(shapes), None
-        if deadline_s is not None:
-            self._server = SnapshotServer(network, host.device, shapes, deadline_s, host.checkpoints.slow)
-
-    async def begin(self, own: int) -> None:
-        """Set aside checkpoints of other stages than our own, and serve them from now on."""
-        await self._former.set_aside(own)
-        if self._server is not None:
-            self._server.forget()
-            for number in await self._former.stages():
-                if number != own and number < self._stages:
-                    await self._server.serve(number)
 
 
 def state_of(kept: Checkpoint) -> ReplicaState:
@@ -181,41 +162,36 @@ def next_stage(rounds: Sequence[Sequence[int]], kept: Mapping[int, int], every: 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotKeeperConfig:
-    """The snapshots to take. `own`: the stage that we serve. `every`: rounds. `deadline_s`: to fetch so many bytes."""
+    """The snapshots to take. `own`: the stage that we serve. `every`: rounds."""
 
     run_id: str
     seed: int
-    shapes: tuple[Shapes, ...]
     own: int
     every: int
-    deadline_s: Callable[[int], float]
 
 
 class SnapshotKeeper:
-    """Takes snapshots and serves them; the caller awaits `run` as long as the node takes part."""
+    """Takes snapshots, which `server` serves; the caller awaits `run` as long as the node takes part."""
 
     def __init__(
         self,
         config: SnapshotKeeperConfig,
+        server: SnapshotServer,
         network: PeerNetwork,
         roster: Callable[[], Roster],
-        store: SnapshotStore,
         device: Runner,
         reporter: Reporter,
     ) -> None:
-        self._config, self._network, self._roster = config, network, roster
-        self._store, self._device, self._reporter = store, device, reporter
+        self._config, self._server, self._network, self._roster = config, server, network, roster
+        self._archive, self._device, self._reporter = server.archive, device, reporter
         self._rng = Random(f"{config.seed}|snapshots|{network.peer_id}")
         self._rounds: dict[int, int] = {}
         self._not_before_s: dict[int, float] = {}
-        self._server = SnapshotServer(
-            network, device, config.shapes, config.deadline_s, store.newest, lambda number: not self._at_work(number)
-        )
 
     async def run(self) -> None:
-        """Serve the snapshots on the disk, and take one of a stage whenever it is due, until cancelled."""
-        for number in range(len(self._config.shapes)):
-            if (found := await self._store.newest(number)) is not None:
+        """Note the snapshots on the disk, and take one of a stage whenever it is due, until cancelled."""
+        for number in range(len(self._server.shapes)):
+            if (found := await self._archive.slow(number)) is not None:
                 await self._note(found)
         while True:
             await asyncio.sleep(LOOK_S)
@@ -227,19 +203,16 @@ class SnapshotKeeper:
         """Return the rounds of each stage's replicas, as far as the stage may be asked now."""
         now_s = loop_s()
         return [
-            [record.round for record in self._at_work(number)]
+            [record.round for record in training_at(self._roster(), number)]
             if number != self._config.own and now_s >= self._not_before_s.get(number, 0.0)
             else []
-            for number in range(len(self._config.shapes))
+            for number in range(len(self._server.shapes))
         ]
-
-    def _at_work(self, number: int) -> list[PeerRecord]:
-        return [record for record in self._roster().stage(number) if record.state is PeerState.TRAINING]
 
     async def _take(self, number: int) -> None:
         try:
             found = await self._fetch(number)
-            await self._store.keep(found)
+            await self._archive.keep(found)
         except OSError as error:  # a lost connection is one too
             self._not_before_s[number] = loop_s() + FAILURE_S
             self._reporter.say(f"no snapshot of stage {number} this time: {error}")
@@ -250,25 +223,19 @@ class SnapshotKeeper:
 
     async def _fetch(self, number: int) -> Checkpoint:
         """Return the slow weights of one replica of a stage; raise `OSError` if no replica gives them."""
-        subject = WeightsOf(number, self._config.shapes[number], STATE)
-        peers = [record.peer for record in self._at_work(number)]
+        subject = WeightsOf(number, self._server.shapes[number], STATE)
+        peers = [record.peer for record in training_at(self._roster(), number)]
         replies = await ask_manifests(self._network, self._rng.sample(peers, min(REPLICAS_ASKED, len(peers))), subject)
         found = possible(replies.offers, self._config.every)
         kept, _ = drop_outliers(found, self._config.every)
         if not kept:
             raise ConnectionRefusedError("none of its replicas answered")
         chosen = found[self._rng.choice(kept)]
-        wanted = subject.wanted(self._config.deadline_s(subject.weight_bytes))
-        state = await download_state(
-            [chosen.peer],
-            subject.converse(self._network),
-            replace(wanted, objection=self._objection(chosen)),
-            self._device.beside,
-            passes=1,
-        )
+        deadline_s, objection = self._server.deadline_s(subject.weight_bytes), self._objection(chosen)
+        state = await subject.fetch(self._network, [chosen.peer], deadline_s, self._device.beside, objection)
         return snapshot_of(state, chosen.peer, number, self._config.run_id)
 
-    def _objection(self, chosen: ReplicaSummary) -> Callable[[str, Manifest], Awaitable[str | None]]:
+    def _objection(self, chosen: ReplicaSummary) -> Objection:
         async def objection(_: str, manifest: Manifest) -> str | None:
             if manifest.round > chosen.round + max(self._config.every, OUTLYING_ROUNDS):
                 return f"it is in round {manifest.round}, and was in round {chosen.round} a moment ago"
@@ -297,6 +264,11 @@ def snapshot_of(state: ReplicaState, peer: str, stage: int, run_id: str) -> Chec
         peer=peer,
     )
     return Checkpoint(counters, {"slow": state.slow})
+
+
+def training_at(roster: Roster, number: int) -> list[PeerRecord]:
+    """Return the replicas that train at a stage."""
+    return [record for record in roster.stage(number) if record.state is PeerState.TRAINING]
 
 
 def possible(found: Sequence[ReplicaSummary], every: int) -> list[ReplicaSummary]:

@@ -260,7 +260,7 @@ def about_of(path: Path) -> str | None:
     """Return the metadata that `write_tensors` was given, None if there is none; raise ValueError or `OSError`."""
     with path.open("rb") as file:
         found = _metadata(_head_of(file)[1])
-    told = found.get(_ABOUT, found.get("counters"))  # the older name
+    told = found.get(_ABOUT)
     return told if isinstance(told, str) else None
 
 
@@ -268,12 +268,9 @@ def check_tensors(path: Path) -> None:
     """Raise ValueError if the bytes are not those that were written, `OSError` if the file cannot be read."""
     with path.open("rb") as file:
         head, table = _head_of(file)
-        told = _metadata(table)
-        promised = told.get(_SUM)
+        promised = _metadata(table).get(_SUM)
         if promised is None:
-            if _ABOUT in told:
-                raise ValueError(f"{path.name} has lost its checksum")
-            return
+            raise ValueError(f"{path.name} has no checksum")
         total = hashlib.sha256(_LENGTH.pack(len(head)) + _with_sum(head, str(promised), _BLANK))
         while chunk := file.read(CHUNK_BYTES):
             total.update(chunk)

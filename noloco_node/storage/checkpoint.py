@@ -94,17 +94,9 @@ def store(
             beside = f"the {len(earlier)} kept before it {'are' if len(earlier) > 1 else 'is'} untouched"
             raise OSError(error.errno, f"{error.strerror or error}; {beside}", error.filename) from error
         raise
-    for old in [*(each for each in earlier if not _of_another(each, counters.run_id)), path][: -max(1, keep)]:
+    for old in [*earlier, path][: -max(1, keep)]:
         old.unlink(missing_ok=True)
     return path
-
-
-def _of_another(path: Path, run_id: str) -> bool:
-    """Say whether a file is of another run, whose weights are not ours to remove."""
-    try:
-        return counters_of(path).run_id != run_id
-    except (OSError, ValueError):
-        return False
 
 
 def arrays_of(tensors: Mapping[str, tuple[Tensor, ...]]) -> list[atomic_file.Array]:
@@ -197,21 +189,12 @@ def load(path: Path, *wanted: str) -> Checkpoint:
 
 def files(directory: Path) -> list[Path]:
     """Return the checkpoints in the order in which they were written."""
-    return sorted(directory.glob("[0-9]*.safetensors"), key=_order)
+    return sorted(directory.glob("[0-9]*.safetensors"), key=_serial)
 
 
 def following(directory: Path, name: str) -> Path:
     """Return the path of the next file of a directory: `name` behind the number after the last."""
     return directory / f"{1 + max(map(_serial, files(directory)), default=0):08d}-{name}"
-
-
-def _order(path: Path) -> tuple[int, int, str]:
-    """Sort files of before the numbering first, by their times."""
-    serial = _serial(path)
-    try:
-        return serial, 0 if serial else path.stat().st_mtime_ns, path.name
-    except FileNotFoundError:  # rotated away meanwhile
-        return serial, 0, path.name
 
 
 def _serial(path: Path) -> int:

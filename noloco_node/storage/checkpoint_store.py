@@ -42,9 +42,10 @@ def in_thread(work: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:
 
 
 class CheckpointStore:
-    """The checkpoints of one node and run; implements `machine.interface.CheckpointArchive`.
+    """The checkpoints and snapshots of one node and run; implements `machine.interface.CheckpointArchive`.
 
-    `present`: the directory of the stage that is served. `former`: holds a directory for each other stage.
+    `present`: the directory of the stage that is served. `former`: holds a directory for each other stage, with
+    checkpoints of a stage that the peer left, and with snapshots of other peers' weights.
     """
 
     def __init__(self, present: Path, former: Path, run_id: str, peer: str, complain: Callable[[str], None]) -> None:
@@ -70,9 +71,8 @@ class CheckpointStore:
 
     @in_thread
     def slow(self, stage: int) -> Checkpoint | None:
-        """Return the slow weights of a former stage, ours or a snapshot; None if no whole ones are there."""
-        paths = [path for path, counters in self._of_run(self._former / str(stage)) if counters.stage == stage]
-        return next((found for path in paths if (found := load_whole(path, self._complain, "slow")) is not None), None)
+        """Return the newest slow weights of a former stage, ours or a snapshot; None if no whole ones are there."""
+        return load_latest(self._former / str(stage), self._run_id, self._complain, ("slow",))
 
     @in_thread
     def stages(self) -> tuple[int, ...]:
@@ -96,31 +96,19 @@ class CheckpointStore:
         except (OSError, ValueError) as error:
             self._complain(f"checkpoints of a stage that we left could not be set aside: {error}")
 
-    def _of_run(self, directory: Path) -> Iterator[tuple[Path, Counters]]:
-        return of_run(directory, self._run_id)
-
-
-class SnapshotDirectory:
-    """Snapshots in a directory, one below it for each stage; implements `machine.interface.SnapshotStore`."""
-
-    def __init__(self, directory: Path, run_id: str) -> None:
-        self._directory, self._run_id = directory, run_id
-
     @in_thread
-    def keep(self, checkpoint: Checkpoint) -> None:
+    def keep(self, snapshot: Checkpoint) -> None:
         """Write a snapshot and remove all but the last few; raise `OSError` if the disk has no room to spare."""
-        directory = self._directory / str(checkpoint.counters.stage)
+        directory = self._former / str(snapshot.counters.stage)
         atomic_file.make_directory(directory)
-        needed = SNAPSHOT_ROOM * sum(tensor.nbytes for tensors in checkpoint.tensors.values() for tensor in tensors)
+        needed = SNAPSHOT_ROOM * sum(tensor.nbytes for tensors in snapshot.tensors.values() for tensor in tensors)
         free = shutil.disk_usage(directory).free
         if free < needed:
             raise OSError(errno.ENOSPC, f"{format_bytes(free)} are free, {format_bytes(needed)} should be")
-        save(directory, checkpoint, KEPT_SNAPSHOTS)
+        save(directory, snapshot, KEPT_SNAPSHOTS)
 
-    @in_thread
-    def newest(self, stage: int) -> Checkpoint | None:
-        # A checkpoint of a former stage, with its momenta, may lie there too.
-        return load_latest(self._directory / str(stage), self._run_id, wanted=("slow",))
+    def _of_run(self, directory: Path) -> Iterator[tuple[Path, Counters]]:
+        return of_run(directory, self._run_id)
 
 
 class LastCheckpoint(NamedTuple):

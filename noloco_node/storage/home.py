@@ -16,7 +16,6 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +25,6 @@ import msgspec
 
 from noloco_node.errors import Exit, UserError, os_errors_as, storage_error
 from noloco_node.storage import atomic_file
-from noloco_node.storage.checkpoint import counters_of, files, following
 
 JOURNAL = "journal.jsonl"
 RUNS = "runs"
@@ -79,8 +77,8 @@ class RunPaths:
 class HomePaths(RunPaths):
     """The files of a home, which may be another process's.
 
-    An earlier version kept the files of its runs beside the home's own, so a home is a `RunPaths` too. Its `run_file`
-    is the one of the run that was joined last.
+    Its `run_file` is the one of the run that was joined last. A person may give the directory of one run in place of a
+    home, so a home is a `RunPaths` too.
     """
 
     def __init__(self, path: Path) -> None:
@@ -100,37 +98,14 @@ class HomePaths(RunPaths):
         return RunPaths(self.path / RUNS / run_id[:RUN_ID_SHOWN])
 
     def places_of(self, run_id: str) -> tuple[RunPaths, ...]:
-        """Return where files of a run may lie: where an earlier version left them, or in its directory."""
-        # In this order a file is found also where a node moves it meanwhile.
+        """Return where files of a run may lie: here, if this is the directory of a run itself, or in its directory."""
         return self, self.run(run_id)
 
-    def tokenizers_of(self, run_id: str) -> tuple[Path, ...]:
-        """Return where the tokenizer of a run may lie: here, in a home of an earlier version, in a run's directory."""
-        own = self.run(run_id)
-        return own.tokenizer, self.path / "tokenizer" / own.path.name, self.tokenizer
-
     def enter(self, run_id: str) -> RunPaths:
-        """Return the directory of a run, made if it is missing; move what an earlier version kept elsewhere first.
-
-        The home is ours alone. Raises `UserError` (STORAGE) if the disk refuses.
-
-        Up to version 0.1 all runs of a home shared `checkpoint`, `snapshots` and the like, and one run removed the
-        weights of another. A file that does not say of which run it is stays where it is.
-        """
+        """Return the directory of a run, made if it is missing; raise `UserError` (STORAGE) if the disk refuses."""
         paths = self.run(run_id)
-        shared = (self.checkpoint, self.snapshots, self.partial_download, self.weights, self.tokenizer)
         with disk_errors(self.path):
             atomic_file.make_directory(paths.path, mode=0o700)
-            for old, new in _misplaced(self):
-                if new.exists():
-                    continue
-                atomic_file.make_directory(new.parent)
-                os.replace(old, new)
-                for directory in (new.parent, old.parent):
-                    atomic_file.flush(directory)
-            for left in (*self.snapshots.glob("*"), *shared):
-                with suppress(OSError):  # it is not there, or still holds something else
-                    left.rmdir()
         return paths
 
 
@@ -183,7 +158,7 @@ def holder(path: Path) -> LockHolder | None:
 
 
 def _close_to_others(path: Path) -> None:
-    """Let no other user read a home, also if an earlier version or a person made it readable.
+    """Let no other user read a home, also if a person made it readable.
 
     A directory that holds other things than a home stays as it is; its secrets are closed all the same.
     """
@@ -228,28 +203,3 @@ def disk_errors(path: Path) -> AbstractContextManager[None]:
     """Raise an `OSError` of the body as a `UserError` (STORAGE) that names the home."""
     hint = "free some space, repair its permissions, or give another directory with --home"
     return os_errors_as(storage_error, f"cannot use the home {path}", hint)
-
-
-def _misplaced(home: HomePaths) -> Iterator[tuple[Path, Path]]:
-    """Yield what an earlier version kept beside the home, one by one, and where each file belongs now."""
-    for directory in (home.checkpoint, *home.snapshots.glob("[0-9]*")):
-        for path in files(directory):
-            with suppress(OSError, ValueError):
-                place = _place(home, counters_of(path).run_id).path / directory.relative_to(home.path)
-                yield path, following(place, path.name.split("-")[-1])
-    for path in (*home.partial_download.glob("*-*"), *home.weights.glob("*"), *home.tokenizer.glob("*")):
-        run_id, _, stage = path.name.partition("-")
-        with suppress(ValueError):
-            yield path, _place(home, run_id).path / path.parent.name / (path.name if stage else "")
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        noted = msgspec.json.decode(home.run_history.read_bytes())["run_id"]
-        yield home.run_history, _place(home, noted).run_history
-    with suppress(OSError, ValueError):
-        held = home.ticket.read_bytes().partition(b"\n")[0].decode()
-        yield home.ticket, _place(home, held).ticket
-
-
-def _place(home: HomePaths, run_id: str) -> RunPaths:
-    if not (run_id.isascii() and run_id.isalnum()):
-        raise ValueError(f"{run_id!r} is the id of no run")
-    return home.run(run_id)

@@ -131,7 +131,8 @@ class Membership:
         self._rhythms = [ReadingRhythm() for _ in range(stages)]
         self._reads_parents = [False] * stages
         """Whether a stage has peers of a lower depth, as far as we have seen."""
-        self._readings = 0
+        self._readings = [0] * stages
+        """Readings of each stage while it had shards."""
         self._progress = RunProgress(network.peer_id)
         self.receipts = self._progress.receipts
         self.issued: IssuedReceipts | None = None
@@ -314,8 +315,9 @@ class Membership:
     def _shards(self, stage: int) -> list[Shard]:
         """Return the shards of a stage to read now: those that we follow, and while depths differ their parents too."""
         shards = self._follow(stage)
-        self._readings += bool(self._depths[stage])
-        if self._depths[stage] and (self._reads_parents[stage] or self._readings % READINGS_PER_PARENT == 0):
+        if self._depths[stage]:
+            self._readings[stage] += 1
+        if self._depths[stage] and (self._reads_parents[stage] or self._readings[stage] % READINGS_PER_PARENT == 0):
             shards += dict.fromkeys(shard.parent for shard in shards)
         return shards
 

@@ -157,15 +157,14 @@ HISTORY_SCHEMA = Schema({ReachedRequest: MessageSpec("ReachedRequest"), ReachedR
 
 
 class _Note(msgspec.Struct, frozen=True):
-    run_id: str
     progress: Fraction
 
 
 class RunHistory:
     """The progress of a run that a home remembers; 0 if no replica it saw had finished a round."""
 
-    def __init__(self, path: Path, run_id: str, say: Callable[[str], None]) -> None:
-        self._path, self._run_id, self._say = path, run_id, say
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+        self._path, self._say = path, say
         self._refused = False
         self.progress = self._written = self._read()
 
@@ -190,14 +189,13 @@ class RunHistory:
 
     def _read(self) -> float:
         try:
-            note = msgspec.json.decode(self._path.read_bytes(), type=_Note)
+            return msgspec.json.decode(self._path.read_bytes(), type=_Note).progress
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             return 0.0
-        return note.progress if note.run_id == self._run_id else 0.0
 
     def _write(self) -> None:
         try:
-            atomic_file.write(self._path, msgspec.json.encode(_Note(self._run_id, self.progress)))
+            atomic_file.write(self._path, msgspec.json.encode(_Note(self.progress)))
         except OSError as error:
             if not self._refused:
                 self._say(f"cannot note in {self._path} how far the run is: {reason_of(error)}")
@@ -216,6 +214,6 @@ async def _asked(network: PeerNetwork, peer: str) -> float:
         reply = await ask(
             network, peer, HISTORY_TOPIC, HISTORY_SCHEMA, ReachedRequest(), ReachedReply, HISTORY_PATIENCE_S
         )
-    except ConnectionError:  # an older version does not remember
+    except ConnectionError:
         return 0.0
     return reply.progress

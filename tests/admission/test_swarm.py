@@ -132,7 +132,7 @@ class Renewed:
         return peer
 
 
-@pytest.mark.parametrize("rule", ["open", "invited", "listed"])
+@pytest.mark.parametrize("rule", ["open", "listed"])
 async def test_a_node_whose_ticket_expires_goes_on_with_another_and_one_without_is_out(
     monkeypatch: pytest.MonkeyPatch, rule: str
 ) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ class Adapted:
         base: Form = "bfloat16",
         alpha: float = 4.0,
     ) -> None:
-        self.directory, self.checkpoint = directory, directory / "checkpoint"
+        self.family, self.directory, self.checkpoint = family, directory, directory / "checkpoint"
         self.model = write_model(self.checkpoint, family, FAMILIES[family])
         if learnt:
             self._learn()
@@ -118,6 +118,20 @@ class Adapted:
         return out
 
 
+class Taken(NamedTuple):
+    """Adapters in their homes, and what was taken home from there: the adapter, and the model with it."""
+
+    made: Adapted
+    adapter: Path
+    merged: Path
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def taken(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Taken:
+    made = Adapted(tmp_path_factory.mktemp(request.param), request.param, freeze_a=request.param == "gpt2")
+    return Taken(made, made.export("adapter"), made.export("merged", merge=True, base=made.checkpoint))
+
+
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model.eval()(input_ids=torch.arange(3, 19).view(2, 8), use_cache=False).logits
@@ -137,30 +151,28 @@ def refused(command: list[str], code: Exit = Exit.CONFIG) -> UserError:
     return shown.exception
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("freeze_a", [False, True])
-def test_the_mean_of_the_adapters_is_what_both_forms_hold(tmp_path: Path, family: str, freeze_a: bool) -> None:
-    made = Adapted(tmp_path, family, freeze_a=freeze_a)
-    adapter, merged = made.export("adapter"), made.export("merged", merge=True, base=made.checkpoint)
+def test_the_mean_of_the_adapters_is_what_both_forms_hold(taken: Taken) -> None:
+    made, adapter, merged = taken
+    turned = made.family == "gpt2"
     settings, weights = (
         json.loads((adapter / "adapter_config.json").read_bytes()),
         load_file(adapter / "adapter_model.safetensors"),
     )
     assert (settings["peft_type"], settings["r"], settings["lora_alpha"]) == ("LORA", 2, 4.0)
-    assert settings["fan_in_fan_out"] == (family == "gpt2")
+    assert settings["fan_in_fan_out"] == turned
     own = made.model.state_dict()
     own.setdefault("lm_head.weight", made.model.get_output_embeddings().weight)
     for name, weight in own.items():
         a, b = (weights.get(f"base_model.model.{name.removesuffix('.weight')}.lora_{each}.weight") for each in "AB")
         if a is not None and b is not None:
             delta = 2.0 * (b @ a)
-            own[name] = weight + (delta.t() if family == "gpt2" else delta)
+            own[name] = weight + (delta.t() if turned else delta)
     found = AutoModelForCausalLM.from_pretrained(merged)
     assert any(
         not torch.equal(each, made.model.state_dict()[name]) for name, each in own.items() if name != "lm_head.weight"
     )
     notes = [json.loads((place / "noloco.json").read_bytes())["untied"] for place in (adapter, merged)]
-    assert notes == [False, family == "gpt2"], "an adapter holds neither embedding nor head"
+    assert notes == [False, turned], "an adapter holds neither embedding nor head"
     for name, each in found.state_dict().items():
         assert torch.allclose(each, own[name], atol=1e-6), name
     assert model_in(merged).run == made.recipe.run
@@ -202,11 +214,9 @@ def test_adapters_are_added_to_the_model_as_nodes_keep_it_if_that_alone_is_here(
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_peft_loads_the_adapter_over_the_model(tmp_path: Path, family: str) -> None:
+def test_peft_loads_the_adapter_over_the_model(taken: Taken) -> None:
     peft = pytest.importorskip("peft")
-    made = Adapted(tmp_path, family, freeze_a=False)
-    adapter, merged = made.export("adapter"), made.export("merged", merge=True, base=made.checkpoint)
+    made, adapter, merged = taken
     base = AutoModelForCausalLM.from_pretrained(made.checkpoint)
     before, expected = logits(base), logits(AutoModelForCausalLM.from_pretrained(merged))
     found = logits(peft.PeftModel.from_pretrained(base, adapter))
@@ -224,29 +234,24 @@ def test_peft_is_told_of_the_layers_that_have_an_adapter_alone(
     assert peft_adapter(run, model_layout(run), None, []).settings["target_modules"] == named
 
 
-def test_a_base_that_is_not_the_runs_is_refused(tmp_path: Path) -> None:
-    made = Adapted(tmp_path, "llama", freeze_a=False)
+def test_a_base_that_is_not_the_runs_is_refused(taken: Taken, tmp_path: Path) -> None:
     write_model(tmp_path / "other", sizes={**LLAMA, "intermediate_size": 64})
     for base, why in ((tmp_path / "other", "run file lists"), (None, "no home")):
         with pytest.raises(UserError, match=why) as caught:
-            made.export("merged", merge=True, base=base)
+            taken.made.export("refused", merge=True, base=base)
         assert caught.value.code is Exit.CONFIG
-    assert not (tmp_path / "merged").exists()
+    assert not (taken.made.directory / "refused").exists()
 
 
-def test_an_adapter_alone_is_no_model(tmp_path: Path) -> None:
-    made = Adapted(tmp_path, "llama", freeze_a=False)
-    adapter = made.export("adapter")
-    for command in (["evaluate", str(adapter)], ["generate", str(adapter), "--prompt", "a"]):
+def test_an_adapter_alone_is_no_model(taken: Taken, tmp_path: Path) -> None:
+    adapter = str(taken.adapter)
+    for command in (["evaluate", adapter], ["generate", adapter, "--prompt", "a"]):
         assert "--weights DIR" in refused(command).hint
-    assert "--merge" in refused(["init", "--from", str(adapter), str(tmp_path / "run.toml")]).hint
+    assert "--merge" in refused(["init", "--from", adapter, str(tmp_path / "run.toml")]).hint
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_adapter_over_its_model_is_the_merged_model(tmp_path: Path, family: str) -> None:
-    made = Adapted(tmp_path, family, freeze_a=True)
-    merged = made.export("merged", merge=True, base=made.checkpoint)
-    adapter = made.export("adapter")
+def test_an_adapter_over_its_model_is_the_merged_model(taken: Taken, tmp_path: Path) -> None:
+    made, adapter, merged = taken
     over, few = ("--weights", str(made.checkpoint)), ("--batches", "1")
     losses = [told(["evaluate", str(each), "--json", *few, *more]) for each, *more in ((merged,), (adapter, *over))]
     assert json.loads(losses[0])["loss"] == pytest.approx(json.loads(losses[1])["loss"], rel=1e-6)
@@ -257,12 +262,12 @@ def test_an_adapter_over_its_model_is_the_merged_model(tmp_path: Path, family: s
     assert refused(["evaluate", str(merged), *over], Exit.USAGE).what == "There is no adapter to put over --weights."
     # An export that knew the model names it.
     assert told(["evaluate", str(made.export("named", base=made.checkpoint)), "--json", *few]) == losses[1]
-    write_model(tmp_path / "other", family, FAMILIES[family] | {"vocab_size": 400})
+    write_model(tmp_path / "other", made.family, FAMILIES[made.family] | {"vocab_size": 400})
     assert "run file lists" in refused(["evaluate", str(adapter), "--weights", str(tmp_path / "other")]).why
 
 
-def test_homes_of_adapters_are_evaluated_over_a_model_that_is_named(tmp_path: Path) -> None:
-    made = Adapted(tmp_path, "llama", freeze_a=False)
+def test_homes_of_adapters_are_evaluated_over_a_model_that_is_named(taken: Taken) -> None:
+    made = taken.made
     homes = [word for home in made.homes for word in ("--from-home", str(home))]
     assert "--weights DIR" in refused(["evaluate", *homes]).hint
     rows = json.loads(told(["evaluate", *homes, "--weights", str(made.checkpoint), "--json", "--batches", "1"]))

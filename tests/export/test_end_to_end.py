@@ -133,19 +133,18 @@ def test_homes_are_merged_without_the_outlier_and_the_straggler(tmp_path: Path) 
 
 def test_each_run_of_a_home_is_exported_from_its_own_directory(tmp_path: Path) -> None:
     """Also the run that the home has left: its directory is a home by itself."""
-    made = Homes(tmp_path)
-    home = made.make("a", 0, made.weights(0))
-    recipe = recipe_of([home])
-    before = of_homes([home], recipe)
+    made, home = Homes(tmp_path), tmp_path / "a"
+    recipe, kept = made.recipe, made.checkpoint(0, "a", made.weights(0))
     with Home.open(home) as opened:
         paths = opened.enter(recipe.digest)
         paths.keep_run_file(recipe.text)
+        save(paths.checkpoint, kept)
         opened.keep_run_file(recipe.text.replace('name = "', 'name = "another-'))
         other = opened.enter("b" * 64)
     assert recipe_of([home]).digest != recipe_of([paths.path]).digest == recipe.digest
     for place in (home, paths.path):
         (found,) = of_homes([place], recipe)
-        assert found.counters == before[0].counters
+        assert found.counters == kept.counters
     assert of_homes([other.path], recipe) == []
 
 

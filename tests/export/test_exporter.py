@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from dead_stage import Memory, forgotten, killed, over, seen
+from dead_stage import forgotten, killed, over, seen
 from hypothesis import given
 from hypothesis import strategies as st
-from memory_swarms import Peer, recipe, until
+from memory_swarms import Memory, Peer, recipe, until
 from state_copies import SHAPES, of_parts, same_tensors, state
 from torch import Tensor
 from toy_gossip import at_once

@@ -131,8 +131,13 @@ def peers(stage: MergedReplicas) -> tuple[list[str], list[str]]:
     return [each.peer for each in stage.taken], [each.peer for each in stage.left_out]
 
 
-@pytest.mark.parametrize("claimed", [0, BEHIND + 1, 2**40])
-@pytest.mark.parametrize("liars", [(), (0,), (1,), (0, 1)])
+@pytest.mark.parametrize(
+    ("liars", "claimed"),
+    [
+        *[((), 0), ((0,), BEHIND + 1), ((0,), 2**40), ((1,), 0), ((1,), BEHIND + 1)],
+        *[((0, 1), 0), ((0, 1), 2**40)],
+    ],
+)
 def test_of_two_replicas_of_a_stage_the_one_that_predicts_nothing_leaves_the_mean_whatever_round_it_claims(
     tmp_path: Path, liars: tuple[int, ...], claimed: int
 ) -> None:
@@ -159,7 +164,7 @@ def test_however_many_names_lie_alike_the_replicas_that_predict_make_the_mean(tm
     assert peers(merged(filed)[0]) == (["a", "b"], [f"liar {number}" for number in range(5)])
 
 
-@pytest.mark.parametrize("old", range(0, 50, 10))
+@pytest.mark.parametrize("old", [0, 20, 40])
 def test_an_honest_straggler_is_in_the_mean_only_if_it_does_not_spoil_it(tmp_path: Path, old: int) -> None:
     """It says itself that it is behind, and one that lies about that is judged alike."""
     fresh = [lay(tmp_path, stage, peer, near(stage, 3 * stage)) for stage, peer in ((0, "a"), (1, "b"))]

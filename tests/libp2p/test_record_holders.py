@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
-from collections import Counter
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,82 +18,26 @@ from noloco_node.libp2p import dht_records
 from noloco_node.libp2p.dht_records import DhtRecords
 from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.network import Libp2pNetwork
-from noloco_node.libp2p.record_checks import SIGNATURE_BYTES
 from noloco_node.libp2p.record_holders import (
+    HEARD_PAUSES,
     LONGEST_SEARCH_S,
     MORE_EVERY,
-    SEARCH_PAUSES,
     SEARCH_S,
     SEARCHED,
     WRITTEN,
     Holders,
 )
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret, ensure_identity, peer_bytes
+from tests.explorer.memory_dht import MemoryDht, virtual_time_of_day
 
-KEY, REFRESH_S, LIFETIME_S, ANSWER_S = "run/stage/0", 10.0, 330.0, 5.0
-UNIX_S = 1.8e9
+KEY, REFRESH_S, LIFETIME_S = "run/stage/0", 10.0, 330.0
 LOCAL = "/ip4/127.0.0.1/tcp/0"
 
 
-class Dht:
-    """A DHT in memory. `dead` nodes do not answer, `liars` take all and keep nothing, `frozen` keep what they have.
-
-    `mirrors` show each peer its own record alone.
-    """
-
-    def __init__(self) -> None:
-        self.kept: dict[str, dict[str, SimpleNamespace]] = {}
-        self.dead, self.liars, self.frozen, self.mirrors = set[str](), set[str](), set[str](), set[str]()
-        self.asked = Counter[str]()
-
-    def nearest(self, place: bytes, most: int) -> list[str]:
-        return sorted(self.kept, key=lambda name: hashlib.sha256(place + name.encode()).digest())[:most]
-
-    def peer(self, name: str) -> DhtRecords:
-        self.kept[name] = {}
-        control: Any = SimpleNamespace(bounded=lambda call, wait_s: call)
-        records = DhtRecords(control, Path("unused"), RunSecret("run"), NetworkSettings(run="run"))
-        node: Any = Node(self, name)
-        records._node = node
-        records._sign = lambda key, expiry, content: bytes(SIGNATURE_BYTES) + content  # type: ignore[method-assign]
-        return records
-
-
-class Node:
-    """What `DhtNode` does, for one peer of a `Dht`."""
-
-    def __init__(self, dht: Dht, me: str) -> None:
-        self.dht, self.me = dht, me
-
-    @property
-    def neighbours(self) -> int:
-        return max(0, len(self.dht.kept) - 1)
-
-    async def nearest(self, place: bytes, most: int) -> tuple[str, ...]:
-        return tuple(self.dht.nearest(place, most))
-
-    async def find(self, peer: str, place: bytes, known: object) -> dict[str, SimpleNamespace] | None:
-        self.dht.asked[self.me] += 1
-        if peer in self.dht.dead:
-            await asyncio.sleep(ANSWER_S)
-            return None
-        now_s = UNIX_S + asyncio.get_running_loop().time()
-        kept = {subkey: each for subkey, each in self.dht.kept[peer].items() if each.expiration_time > now_s}
-        return {subkey: each for subkey, each in kept.items() if peer not in self.dht.mirrors or subkey == self.me}
-
-    async def store(self, peer: str, place: bytes, subkey: str, packed: bytes, expiry: float) -> bool | None:
-        if peer in self.dht.dead:
-            await asyncio.sleep(ANSWER_S)
-            return None
-        if peer not in self.dht.liars | self.dht.frozen:
-            self.dht.kept[peer][subkey] = SimpleNamespace(value=packed, expiration_time=expiry)
-        return True
-
-
 @pytest.fixture(autouse=True)
-def virtual_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(time=lambda: UNIX_S + asyncio.get_running_loop().time())
-    monkeypatch.setattr(dht_records, "time", clock)
+def virtual_clock() -> Iterator[None]:
+    with virtual_time_of_day():
+        yield
 
 
 async def refresh(peers: dict[str, DhtRecords], number: int) -> dict[str, dict[str, bytes]]:
@@ -112,7 +54,7 @@ async def refresh(peers: dict[str, DhtRecords], number: int) -> dict[str, dict[s
 async def test_the_living_find_each_other_whoever_is_dead_or_lies(count: int, dead: set[int], liars: set[int]) -> None:
     """Dead nodes and liars stand nearest to the key, and there are no more of them than others."""
 
-    dht = Dht()
+    dht = MemoryDht()
     peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}
     order = dht.nearest(dht_records.place_of(KEY), count)[: (count + 1) // 2]
     dht.liars = {name for number, name in enumerate(order) if number in liars}
@@ -129,7 +71,7 @@ async def test_the_nearest_nodes_hide_nobody_by_showing_each_peer_its_own_record
 ) -> None:
     """Whether they come first or later; a newcomer sees all at once."""
 
-    dht = Dht()
+    dht = MemoryDht()
     peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}
     nearest = dht.nearest(dht_records.place_of(KEY), min(mirrors, (count + 1) // 2))
     for number in range(known):
@@ -145,7 +87,7 @@ async def test_the_nearest_nodes_hide_nobody_by_showing_each_peer_its_own_record
 
 @given(st.integers(1, 30))
 async def test_a_quiet_swarm_asks_one_node_a_reading(count: int) -> None:
-    dht = Dht()
+    dht = MemoryDht()
     peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}
     for number in range(3):
         await refresh(peers, number)
@@ -160,7 +102,7 @@ async def test_a_quiet_swarm_asks_one_node_a_reading(count: int) -> None:
 
 @given(st.integers(WRITTEN + 1, 20), st.integers(0, WRITTEN - 1))
 async def test_newer_versions_are_seen_though_a_node_answers_with_old_ones(count: int, place: int) -> None:
-    dht = Dht()
+    dht = MemoryDht()
     peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}
     await refresh(peers, 0)
     dht.frozen = {dht.nearest(dht_records.place_of(KEY), count)[place]}
@@ -176,7 +118,7 @@ async def test_newer_versions_are_seen_though_a_node_answers_with_old_ones(count
 async def test_newcomers_are_found_within_two_refreshes_and_the_dead_expire(
     count: int, comes: list[bool], random: Any
 ) -> None:
-    dht = Dht()
+    dht = MemoryDht()
     peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}
     for number, newcomer in enumerate(comes):
         await refresh(peers, number)
@@ -197,7 +139,7 @@ async def test_newcomers_are_found_within_two_refreshes_and_the_dead_expire(
 
 
 async def test_where_nobody_answers_the_reading_fails() -> None:
-    dht = Dht()
+    dht = MemoryDht()
     dht.peer("other")
     dht.dead = {"other", "me"}
     with pytest.raises(ConnectionResetError, match="no node of the DHT answers"):
@@ -205,7 +147,7 @@ async def test_where_nobody_answers_the_reading_fails() -> None:
 
 
 async def test_a_search_is_repeated_when_it_is_old_or_the_neighbours_are_others() -> None:
-    dht = Dht()
+    dht = MemoryDht()
     me = dht.peer("me")
     await me.read(KEY)
     holders = me._places[dht_records.place_of(KEY)]
@@ -215,29 +157,87 @@ async def test_a_search_is_repeated_when_it_is_old_or_the_neighbours_are_others(
     assert holders.is_search_due(now_s + 2 * SEARCH_S, 0)
 
 
-@given(st.floats(1.0, 1e4), st.sampled_from(["well", "silent", "lacking"]))
-def test_nodes_near_a_place_that_is_used_seldom_are_searched_seldom_while_they_answer_well(
-    pause_s: float, how: str
-) -> None:
-    holders, begun_s = Holders(), 1e5
-    holders.note_search(["a", "b", "c"], begun_s, 3)  # type: ignore[arg-type]
+@given(st.floats(1.0, 2400.0), st.sampled_from(["well", "unheard", "lacking"]))
+def test_nodes_near_a_place_are_searched_seldom_while_one_names_its_neighbours(pause_s: float, how: str) -> None:
+    holders, begun_s = holders_of("bcd"), 1e5
+    holders.note_search(peers_of("bcd"), begun_s, 3)
     for use in range(3):
         holders.next_reading(begun_s + use * pause_s)
-    if how == "silent":
-        holders.doubt("a", begun_s, 0.0)  # type: ignore[arg-type]
-    elif how == "lacking":
+        if how != "unheard":
+            holders.note_named(*peers_of("b"), peers_of("c"), begun_s + use * pause_s)
+    if how == "lacking":
         holders.suspect()
-    good_s = max(SEARCH_S, min(SEARCH_PAUSES * pause_s, LONGEST_SEARCH_S)) if how == "well" else SEARCH_S
-    assert not holders.is_search_due(begun_s + 0.99 * good_s, 3)
-    assert holders.is_search_due(begun_s + 1.01 * good_s, 3)
-    # After a rest of hours the last pause says nothing.
-    holders.next_reading(begun_s + 5 * pause_s)
-    assert holders.is_search_due(begun_s + 1e6, 3)
+    heard_s = max(SEARCH_S, HEARD_PAUSES * pause_s)
+    ends_s = (
+        [heard_s] if how == "unheard" else [2 * pause_s + heard_s, SEARCH_S if how == "lacking" else LONGEST_SEARCH_S]
+    )
+    assert not holders.is_search_due(begun_s + 0.99 * min(ends_s), 3)
+    assert holders.is_search_due(begun_s + 1.01 * min(ends_s), 3)
+    if how != "unheard" and pause_s < SEARCH_S:
+        # In time, so that no search is due at the next use.
+        assert not holders.is_hearing_due(begun_s + 2 * pause_s + 0.99 * (SEARCH_S - pause_s))
+        assert holders.is_hearing_due(begun_s + 2 * pause_s + 1.01 * (SEARCH_S - pause_s))
+
+
+def holders_of(names: str) -> Holders:
+    """Return the holders of a place by which peers lie as in the alphabet, the first of which were found."""
+    holders = Holders(lambda peer: ord(str(peer)))
+    holders.note_search(peers_of(names), 0.0, len(names))
+    return holders
+
+
+def peers_of(names: str) -> list[Any]:
+    return list(names)
+
+
+@given(st.sets(st.sampled_from("abcdefghijkl")), st.booleans())
+def test_a_nearer_node_that_is_named_takes_its_place_once_it_answers(named: set[str], answers: bool) -> None:
+    holders = holders_of("dgj")
+    holders.next_reading(0.0)
+    holders.note_named(*peers_of("g"), peers_of("".join(sorted(named))), 1.0)
+    nearer = sorted(named - set("dgj"))
+    nearer = [name for name in nearer if name < "j"][:WRITTEN]
+    first, *rest = holders.next_reading(2.0)
+    assert first == ["g", *nearer]
+    assert sorted(peer for group in rest for peer in group) == ["d", "j"]  # type: ignore[comparison-overlap]
+    assert holders.next_writing(2.0)[0] == sorted([*"dgj", *nearer])
+    for name in peers_of("".join(nearer)):
+        if answers:
+            holders.note_answer(name)
+        else:
+            holders.note_silence(name, 3.0)
+    assert holders.order(3.0) == sorted([*"dgj", *(nearer if answers else [])])
+    holders.note_named(*peers_of("g"), peers_of("".join(nearer)), 4.0)
+    assert holders.order(4.0) == sorted([*"dgj", *(nearer if answers else [])])
+
+
+def test_a_node_that_names_silent_ones_is_not_believed_until_the_next_search() -> None:
+    holders = holders_of("xyz")
+    holders.next_reading(0.0)
+    for number, name in enumerate(peers_of("abc")):
+        holders.note_named(*peers_of("x"), [name], float(number))
+        holders.note_silence(name, float(number))
+    holders.note_named(*peers_of("x"), peers_of("d"), 5.0)
+    assert holders.next_writing(5.0)[0] == [*"xyz"]
+    holders.note_named(*peers_of("y"), peers_of("e"), 5.0)
+    assert holders.next_writing(5.0)[0] == [*"exyz"]
+    holders.note_search(peers_of("xyz"), 6.0, 3)
+    holders.note_named(*peers_of("x"), peers_of("d"), 6.0)
+    assert holders.next_writing(6.0)[0] == [*"dxyz"]
+
+
+def test_a_node_that_was_silent_is_asked_again_once_somebody_names_it() -> None:
+    holders = holders_of("abcd")
+    holders.note_silence(*peers_of("a"), 0.0)
+    holders.note_named(*peers_of("b"), peers_of("a"), 1.0)
+    assert holders.next_writing(1.0)[0] == [*"bcd"]
+    holders.note_named(*peers_of("b"), peers_of("a"), 100.0)
+    assert holders.next_writing(100.0)[0] == [*"abcd"]
 
 
 async def test_a_search_that_finds_too_few_is_repeated_soon() -> None:
     """As after a minute in which the line was down: nobody answered, and the DHT leaves the silent out for a while."""
-    dht = Dht()
+    dht = MemoryDht()
     peers = {name: dht.peer(name) for name in ("me", "other", "third")}
     cut_off, dht.kept = dht.kept, {}
     with pytest.raises(ConnectionResetError):

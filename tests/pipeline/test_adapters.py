@@ -33,6 +33,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+coded_families = pytest.mark.parametrize(
+    ("name", "base"),
+    [*((name, "nf4") for name in FAMILIES), *(("gpt2", base) for base in get_args(Form) if base != "nf4")],
+)
+"""Each family in NF4, and one whose matrices lie turned in each form."""
+
+
 def family(name: str) -> Prepared:
     return prepare(family_config(name, FAMILIES[name]))
 
@@ -60,8 +67,7 @@ def moved(part: Slice, seed: int = 0) -> Slice:
     return part
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("base", get_args(Form))
+@coded_families
 def test_a_slice_takes_coded_weights_as_those_of_a_checkpoint(name: str, base: Any) -> None:
     recipe = family(name)
     weights, adapter = weights_of(recipe), ADAPTER._replace(base=base)
@@ -89,8 +95,7 @@ def test_codes_of_another_form_are_refused(form: Any, other: Any) -> None:
         load(part, found)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("base", get_args(Form))
+@coded_families
 def test_stages_compute_what_the_ordinary_model_with_merged_weights_computes(name: str, base: Any) -> None:
     recipe = family(name)
     weights, adapter = weights_of(recipe), ADAPTER._replace(base=base)
@@ -154,8 +159,11 @@ def gradients(stages: list[Stage], ids: Tensor, targets: Tensor) -> dict[str, Te
     }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("choices", [{}, {"graphs": 0}, {"by_layers": True}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [*((name, {"graphs": 0}) for name in FAMILIES), ("llama", {}), ("gemma2", {"by_layers": True})],
+    ids=str,
+)
 def test_gradients_go_through_frozen_stages(name: str, choices: dict[str, Any]) -> None:
     recipe = family(name)
     weights, ids, targets = weights_of(recipe), drawn_ids(0, 2, 8), drawn_ids(1, 2, 8)

@@ -40,7 +40,7 @@ def test_so_it_is_in_bfloat16(family: str) -> None:
     ],
 )
 def test_so_it_is_with_adapters_over_any_form_of_the_model(family: str, base: Any) -> None:
-    for ratio in compared(family, length=96, adapter=AdapterConfig(rank=4, base=base)):
+    for ratio in compared(family, length=96, halves=(base != "float32",), adapter=AdapterConfig(rank=4, base=base)):
         assert 1 / MOST <= ratio <= MOST
 
 

@@ -89,7 +89,8 @@ def test_what_is_planned_is_a_run_that_fits_and_is_planned_again(machines: Machi
     if found is None:
         return
     validate(found.run)
-    assert fits(gpu_memories(found.run, found.layout, machines), machines)
+    assert found.needs == gpu_memories(found.run, found.layout, machines)
+    assert fits(found.needs, machines)
     assert found.run.pipeline.stages * found.run.pipeline.replicas <= machines.count
     assert found.run.budget_samples == pytest.approx(RUN.budget_samples, rel=0.05)
     assert found.run.inner.steps >= LEAST_STEPS
@@ -246,6 +247,9 @@ def test_init_says_what_else_there_is_in_three_alternatives_at_most(tmp_path: Pa
     enough = CliRunner().invoke(app, ["init", str(path), "--force", "--preset", "1b", "--gpu", "24GiB"]).output
     assert load_run(path).pipeline.stages == 1
     assert not any(word in enough for word in ("would do:", "twice as fast", "subspace"))
+    path.write_text(run_text("tiny"))
+    roomy = CliRunner().invoke(app, ["check", str(path), *machines]).output.replace("\n", " ")
+    assert "With the memory that these machines have 1 stage of" in roomy
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from continued_runs import ADAPTER, Continued
-from dead_stage import Memory, forgotten, killed, over
+from dead_stage import forgotten, killed, over
 from hypothesis import given
 from hypothesis import strategies as st
-from memory_swarms import Peer, recipe, until
+from memory_swarms import Memory, Peer, recipe, until
 from msgspec import structs
 from sample_counters import counters
 
@@ -44,7 +44,7 @@ from noloco_node.state_sync.starting_state import (
     verify_snapshot,
 )
 from noloco_node.storage.checkpoint import Checkpoint
-from noloco_node.storage.checkpoint_store import KEPT_SNAPSHOTS, SnapshotDirectory
+from noloco_node.storage.checkpoint_store import KEPT_SNAPSHOTS, CheckpointStore
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.stage_records import CLOCK_S
 from noloco_node.tasks import background
@@ -147,20 +147,20 @@ def test_the_last_few_of_each_stage_are_kept_and_room_is_left(tmp_path: Path, mo
         )
 
     async def main() -> None:
-        store = SnapshotDirectory(tmp_path / "snapshots", "run")
-        assert await store.newest(0) is None
+        store = CheckpointStore(tmp_path / "checkpoint", tmp_path / "snapshots", "run", "me", pytest.fail)
+        assert await store.slow(0) is None
         for round in (1, 2, 3):
             for stage in (0, 1):
                 await store.keep(made(stage, round + stage))
         assert [len(list(path.iterdir())) for path in (tmp_path / "snapshots").iterdir()] == 2 * [KEPT_SNAPSHOTS]
         for stage in (0, 1):
-            found = await store.newest(stage)
+            found = await store.slow(stage)
             assert found is not None
             assert found.counters.round == 3 + stage
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=16))
         with pytest.raises(OSError, match="should be"):
             await store.keep(made(0, 9))
-        found = await store.newest(0)
+        found = await store.slow(0)
         assert found is not None
         assert found.counters.round == 3
 

@@ -10,13 +10,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from sample_counters import counters
 from small_stages import INNER, cuts, make_stage, prepared
 
@@ -74,19 +73,6 @@ def test_the_last_few_written_are_kept_whatever_they_count(
         os.utime(path, (10**9 - number, 10**9 - number))  # the clock goes backwards meanwhile
         assert steps_found(directory) == count
         assert len(list(directory.iterdir())) == min(number + 1, keep)
-
-
-def test_checkpoints_from_before_they_were_numbered_and_summed_are_read(tmp_path: Path) -> None:
-    told = {"counters": msgspec.json.encode(checkpoint(4).counters).decode()}
-    for steps, age in ((9, 20), (4, 10)):
-        told["counters"] = msgspec.json.encode(checkpoint(steps).counters).decode()
-        old = tmp_path / f"{steps:010d}.safetensors"
-        save_file({"slow.0": torch.ones(2)}, old, metadata=told)
-        os.utime(old, (10**9 - age, 10**9 - age))
-    assert steps_found(tmp_path) == 4
-    save(tmp_path, checkpoint(2), keep=2)
-    assert steps_found(tmp_path) == 2
-    assert [path.name for path in files(tmp_path)] == ["0000000004.safetensors", "00000001-0000000002.safetensors"]
 
 
 def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:

@@ -8,26 +8,7 @@ from memory_swarms import Peer
 
 from noloco_node.export import replica_fetch
 from noloco_node.sim.network.sim_network import SimNetwork
-from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.swarm.roster import Roster
-
-
-class Memory:
-    """Snapshots in memory; implements `machine.SnapshotStore`."""
-
-    def __init__(self) -> None:
-        self.kept: dict[int, list[Checkpoint]] = {}
-        self.refuses = False
-        self.reads = 0
-
-    async def keep(self, checkpoint: Checkpoint) -> None:
-        if self.refuses:
-            raise OSError(28, "No space left on device")
-        self.kept.setdefault(checkpoint.counters.stage, []).append(checkpoint)
-
-    async def newest(self, stage: int) -> Checkpoint | None:
-        self.reads += 1
-        return self.kept[stage][-1] if stage in self.kept else None
 
 
 async def killed(hub: SimNetwork, peers: list[Peer]) -> None:

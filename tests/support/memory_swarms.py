@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gossip.transfer.assembly import ChunkStore
 from noloco_node.journal import events
-from noloco_node.machine.interface import EvaluationHost, FirstWeights, Reporter, Runner, SnapshotStore
+from noloco_node.machine.interface import EvaluationHost, FirstWeights, Reporter, Runner
 from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
 from noloco_node.node.replica import Replica
@@ -103,6 +103,35 @@ class Text:
         return []
 
 
+class Memory:
+    """Snapshots in memory, which several peers may share. `refuses`: there is no room for another one."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, list[Checkpoint]] = {}
+        self.refuses = False
+        self.reads = 0
+
+
+class _Archive(MemoryStore):
+    """Keeps snapshots in a test's own memory."""
+
+    def __init__(self, present: Callable[[], Checkpoint | None], memory: Memory) -> None:
+        super().__init__(present)
+        self._memory = memory
+
+    async def keep(self, snapshot: Checkpoint) -> None:
+        if self._memory.refuses:
+            raise OSError(28, "No space left on device")
+        self._memory.kept.setdefault(snapshot.counters.stage, []).append(snapshot)
+
+    async def stages(self) -> tuple[int, ...]:
+        return tuple(sorted({*await super().stages(), *self._memory.kept}))
+
+    async def slow(self, stage: int) -> Checkpoint | None:
+        self._memory.reads += 1
+        return self._memory.kept[stage][-1] if stage in self._memory.kept else await super().slow(stage)
+
+
 class _Host(MemoryHost):
     """Notes of which stages the state was copied. `chunk_store`: where a test wants one."""
 
@@ -125,7 +154,7 @@ class Peer:
         stage: int | None,
         job_s: float = 0.05,
         saved: Checkpoint | None = None,
-        snapshots: SnapshotStore | None = None,
+        snapshots: Memory | None = None,
         keep: Callable[[int], ChunkStore] | None = None,
         moves: bool = False,
         first_weights: FirstWeights | None = None,
@@ -139,7 +168,7 @@ class Peer:
         self.events: list[events.Event] = []
         self.said: list[str] = []
         self.saved = saved
-        self.shelf = MemoryStore(lambda: self.saved)
+        self.shelf = _Archive(lambda: self.saved, snapshots or Memory())
         self.text = Text(recipe.run, name)
         self.stages: list[Stage] = []
         self.plan = model_layout(recipe.run)
@@ -153,7 +182,7 @@ class Peer:
             open_text=self._open_text,
             save=self._save,
         )
-        host.snapshots, host.first_weights, host.tokenizer = snapshots, first_weights, tokenizer
+        host.first_weights, host.tokenizer = first_weights, tokenizer
         host.chunk_store, host.copied_stages, host.evaluation = keep, self.copied_stages, evaluation
         self.node = Node(
             recipe,

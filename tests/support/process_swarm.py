@@ -35,7 +35,7 @@ def run_file(
     *,
     steps: int = 1_000_000,
     replicas: int = 2,
-    window: int = 4,
+    window: int = 2,
     inner: str = "warmup_steps = 5",
     outer: str = "alpha = 0.5\ngamma = 0.7\nbeta = 0.7\ninner_steps_per_round = 10",
 ) -> Path:

@@ -19,7 +19,7 @@ import torch
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.machine.device import Device, WallClock
-from noloco_node.machine.interface import Reporter, SnapshotStore, StageModel
+from noloco_node.machine.interface import Reporter, StageModel
 from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
 from noloco_node.sim.hardware.memory_host import MemoryHost, MemoryStore
@@ -76,7 +76,6 @@ class RealNodes:
         leave: asyncio.Event,
         *,
         forward_s: float,
-        snapshots: SnapshotStore | None = None,
     ) -> asyncio.Task[None]:
         """Start a daemon, and a node that lives until it is asked to leave. `forward_s`: of a forward pass."""
         setting = self._setting
@@ -90,7 +89,7 @@ class RealNodes:
             windows = setting.run.pipeline.windows_in_flight
             return PricedStage(setting.build(stage), Prices(forward_s), paid.charge, self.wrong.append, windows)
 
-        host = _in_memory(device, build, len(self.tasks), snapshots)
+        host = _in_memory(device, build, len(self.tasks))
         node = Node(setting.recipe, setting.dimensions, network, host, wishes, reporter)
         task = asyncio.create_task(node.live(leave))
         self.tasks.append(task)
@@ -103,9 +102,7 @@ class _Host(MemoryHost):
         return time.time()
 
 
-def _in_memory(
-    device: Device, build: Callable[[int], StageModel], number: int, snapshots: SnapshotStore | None = None
-) -> MemoryHost:
+def _in_memory(device: Device, build: Callable[[int], StageModel], number: int) -> MemoryHost:
     saved: list[Checkpoint] = []
     shelf = MemoryStore(lambda: saved[-1] if saved else None)
 
@@ -116,6 +113,4 @@ def _in_memory(
         saved.append(checkpoint)
         return "memory"
 
-    host = _Host(device, shelf, build=build, open_text=open_text, save=save_it)
-    host.snapshots = snapshots
-    return host
+    return _Host(device, shelf, build=build, open_text=open_text, save=save_it)

@@ -27,7 +27,16 @@ from noloco_node.run.presets import demo_run_text
 from noloco_node.sim import clock
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
 from noloco_node.sim.network.sim_network import SimNetwork
-from noloco_node.swarm.membership import READ_NEXT_S, READ_OTHERS_S, READ_OWN_S, READ_S, Membership, roster_of, sampled
+from noloco_node.swarm.membership import (
+    READ_NEXT_S,
+    READ_OTHERS_S,
+    READ_OWN_S,
+    READ_S,
+    READINGS_PER_PARENT,
+    Membership,
+    roster_of,
+    sampled,
+)
 from noloco_node.swarm.receipts import IssuedReceipts, ReceiptLedger, RunProgress
 from noloco_node.swarm.roster import NUMBER_BITS, Given, PeerRecord, Roster, brief
 from noloco_node.swarm.run_distribution import RunFileText
@@ -143,6 +152,15 @@ async def test_a_stage_grows_into_shards_and_shrinks_back_and_nobody_gets_lost()
     assert not any(roster.is_sample for roster in crowd.rosters)
     for _, task in crowd.members.values():
         task.cancel()
+
+
+@given(st.integers(1, 5), st.integers(1, 3))
+async def test_each_stage_is_looked_through_for_peers_of_a_lower_depth(stages: int, depth: int) -> None:
+    """Also where stages are read in turn, and their number divides that of the readings."""
+    membership = Membership(SimNetwork(WEATHER).network("me"), "run", stages)
+    membership._depths = [depth] * stages
+    read = [[len(membership._shards(stage)) > FOLLOWED for stage in range(stages)] for _ in range(READINGS_PER_PARENT)]
+    assert [sum(times) for times in zip(*read, strict=True)] == [1] * stages
 
 
 @given(st.integers(0, 4), st.integers(0, 4), st.floats(0.0, 1.0))

@@ -153,7 +153,7 @@ def test_a_journal_of_then_is_read(home: Path) -> None:
 
 def test_a_checkpoint_of_then_is_loaded(home: Path) -> None:
     digest = files.recipe().digest
-    own = product.OwnCheckpoints(home / "checkpoint", home / "snapshots", digest, files.ME, files.unheard)
+    own = files.checkpoints_in(home)
     assert asyncio.run(own.served()) == files.STAGE
     loaded = asyncio.run(own.load(files.STAGE))
     assert loaded is not None
@@ -164,31 +164,8 @@ def test_a_checkpoint_of_then_is_loaded(home: Path) -> None:
     }
 
 
-def test_a_home_of_then_goes_on_in_the_directory_of_its_run(home: Path) -> None:
-    """What an earlier version kept beside the home's own files is found, and moved once, by a node that joins."""
-    digest, before = files.recipe().digest, {path.name for path in home.rglob("*") if path.is_file()}
-    for _ in range(2):
-        with product.Home.open(home) as opened:
-            paths = opened.enter(digest)
-        assert {path.name for path in home.rglob("*") if path.is_file()} == before
-        assert {path.name for path in home.iterdir()} == {
-            "identity.key", "journal.1.jsonl", "journal.jsonl", "lock", "run.toml", "runs", "traffic.json"
-        }  # fmt: skip
-        own = product.OwnCheckpoints(paths.checkpoint, paths.snapshots, digest, files.ME, files.unheard)
-        loaded = asyncio.run(own.load(files.STAGE))
-        assert loaded is not None
-        assert files.same_checkpoint(loaded, files.checkpoint())
-        kept = asyncio.run(product.DirectoryStore(paths.snapshots, digest).newest(files.OTHER_STAGE))
-        assert kept is not None
-        assert files.same_checkpoint(kept, files.snapshot())
-        copy = product.Partial(paths.partial_download, digest, files.OTHER_STAGE, files.unheard)
-        assert messages.alike(copy.last()[0], files.followed()[0])
-        found = {(each.peer, each.counters.stage) for each in product.in_home(home, digest)}
-        assert found == {(files.ME, files.STAGE), (files.KEPT_OF, files.OTHER_STAGE)}
-
-
 def test_a_snapshot_of_then_is_loaded(home: Path) -> None:
-    loaded = asyncio.run(product.DirectoryStore(home / "snapshots", files.recipe().digest).newest(files.OTHER_STAGE))
+    loaded = asyncio.run(files.checkpoints_in(home).slow(files.OTHER_STAGE))
     assert loaded is not None
     assert files.same_checkpoint(loaded, files.snapshot())
 

@@ -30,7 +30,7 @@ from noloco_node.journal.events import Finished, Hops, InnerStep, Lost, Started,
 from noloco_node.libp2p.settings import TimeoutSettings
 from noloco_node.swarm import invite as invites
 
-pytestmark = pytest.mark.network
+pytestmark = [pytest.mark.network, pytest.mark.shared]
 
 NOBODY = "12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
 

@@ -53,7 +53,7 @@ from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.storage.checkpoint import Checkpoint, load_latest
 from noloco_node.storage.home import HomePaths
 
-pytestmark = pytest.mark.network
+pytestmark = [pytest.mark.network, pytest.mark.shared]
 
 E = TypeVar("E")
 
@@ -61,7 +61,7 @@ SEED, STAGES, WINDOW, MICROBATCH, RATE, PER_ROUND = 3, 2, 2, 4, 0.003, 6
 REFRESH_S = 0.5
 ENDLESS = 1_000_000
 """Inner steps of a run that is left before its end."""
-MEETINGS = 5
+MEETINGS = 3
 """That each replica has before such a run is left."""
 
 

@@ -204,8 +204,9 @@ def write_home(path: Path) -> None:
         ledger = product.Ledger(path / "traffic.json", lambda: NOW, unheard)
         ledger.add(123_456, 654_321)
         ledger.keep()
-        product.save_checkpoint(home.checkpoint, checkpoint())
-        asyncio.run(product.DirectoryStore(home.snapshots, recipe().digest).keep(snapshot()))
+        paths = home.enter(recipe().digest)
+        product.save_checkpoint(paths.checkpoint, checkpoint())
+        asyncio.run(checkpoints_in(path).keep(snapshot()))
         manifest, settled, found = followed()
         keep = partial(path)
         keep.follow(None, frozenset())
@@ -217,7 +218,17 @@ def write_home(path: Path) -> None:
 
 
 def partial(home: Path) -> Any:
-    return product.Partial(home / "catch-up", recipe().digest, OTHER_STAGE, unheard)
+    return product.Partial(paths_in(home).partial_download, OTHER_STAGE, unheard)
+
+
+def checkpoints_in(home: Path) -> Any:
+    paths = paths_in(home)
+    return product.OwnCheckpoints(paths.checkpoint, paths.snapshots, recipe().digest, ME, unheard)
+
+
+def paths_in(home: Path) -> Any:
+    """Return the files of our run in a home."""
+    return product.HomePaths(home).run(recipe().digest)
 
 
 def fetched(stage: int, peer: str) -> Any:

@@ -73,8 +73,7 @@ from noloco_node.state_sync.download import SNAPSHOT
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.storage.checkpoint import save as save_checkpoint
 from noloco_node.storage.checkpoint_store import CheckpointStore as OwnCheckpoints
-from noloco_node.storage.checkpoint_store import SnapshotDirectory as DirectoryStore
-from noloco_node.storage.home import Home, holder
+from noloco_node.storage.home import Home, HomePaths, holder
 from noloco_node.storage.home import LockHolder as Holder
 from noloco_node.storage.transfer_files import PartialDownload as Partial
 from noloco_node.swarm import speed_test as measuring
