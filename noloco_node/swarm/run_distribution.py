@@ -20,7 +20,7 @@ from typing import NoReturn
 import msgspec
 
 from noloco_node.admission.admission_state import not_admitted, not_for, told
-from noloco_node.errors import Exit, UserError, reason_of
+from noloco_node.errors import Exit, UserError
 from noloco_node.network.calls import ask, patient
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema
@@ -164,8 +164,7 @@ class RunHistory:
     """The progress of a run that a home remembers; 0 if no replica it saw had finished a round."""
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
-        self._path, self._say = path, say
-        self._refused = False
+        self._file = atomic_file.KeptFile(path, "how far the run is", say)
         self.progress = self._written = self._read()
 
     async def follow(self, membership: Membership) -> NoReturn:
@@ -178,8 +177,9 @@ class RunHistory:
         if not found:
             return
         self.progress = max(LEAST, median_low(found))
-        if not self._written or abs(self.progress - self._written) >= STEP or self.progress == 1.0 > self._written:
-            self._write()
+        due = not self._written or abs(self.progress - self._written) >= STEP or self.progress == 1.0 > self._written
+        if due and self._file.write(msgspec.json.encode(_Note(self.progress))):
+            self._written = self.progress
 
     async def serve(self, conversation: Conversation) -> None:
         """Answer one `ReachedRequest`."""
@@ -189,19 +189,9 @@ class RunHistory:
 
     def _read(self) -> float:
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=_Note).progress
+            return msgspec.json.decode(self._file.path.read_bytes(), type=_Note).progress
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             return 0.0
-
-    def _write(self) -> None:
-        try:
-            atomic_file.write(self._path, msgspec.json.encode(_Note(self.progress)))
-        except OSError as error:
-            if not self._refused:
-                self._say(f"cannot note in {self._path} how far the run is: {reason_of(error)}")
-            self._refused = True
-        else:
-            self._written, self._refused = self.progress, False
 
 
 async def reached(network: PeerNetwork, peers: Sequence[str]) -> float:

@@ -194,7 +194,7 @@ def test_two_nodes_of_one_command_train_together_and_leave_nothing_behind() -> N
     with Commands() as commands:
         bootstrap, invite = host(commands, run_file(commands.directory))
         both = ("--devices", "cpu:0,cpu:1", "--listen", LOCAL, "--refresh", "1", "--max-upload", "800mbit")
-        pair = commands.start("join", invite, *both, home=True, forked=False)
+        pair = commands.start("join", invite, *both, home=True)
         journals = [pair.home / name / "journal.jsonl" for name in ("cpu-0", "cpu-1")]
 
         def trained() -> bool:
