@@ -652,9 +652,10 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Say whether an error means that memory ran out: torch raises a RuntimeError for it."""
+    """Say whether an error means that memory ran out: torch, and NVIDIA's libraries, raise a RuntimeError for it."""
     said = str(error).lower()
-    return isinstance(error, MemoryError) or "out of memory" in said or "allocate memory" in said
+    signs = ("out of memory", "allocate memory", "alloc_failed")
+    return isinstance(error, MemoryError) or any(sign in said for sign in signs)
 
 
 def or_memory_error(function: Callable[[], T]) -> T:

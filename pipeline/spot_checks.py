@@ -1,11 +1,12 @@
 """Spot checks of the next stage: a second replica gets some microbatches too, and the two replies are compared.
 
 A check is an ordinary microbatch: a replica cannot answer checks honestly and other microbatches not. The second
-replica is asked after the first has answered. The sender waits for the check, so the odd reply of three does no harm:
-the second replaces it. docs/design/trust.md has the reasons.
+replica is asked after the first has answered. The sender waits for the check, so an odd reply does no harm: another
+replaces it. The replies of a replica are checked until one has agreed. docs/design/trust.md has the reasons.
 
 The usual distance between honest replies is learnt from pairs that agree. Where two are farther apart than TIMES of the
-median, a third replica is asked. If one reply is so far from both others, while these agree, its replica is struck:
+median, a third replica is asked. If one reply is so far from both others, while these agree, more replicas are asked:
+two that collude are not to outvote an honest one. A replica is struck if three others agree, and it is far from them:
 
     score       a strike adds its distance (2: the opposite of the others, 1: noise or nothing); a passed check
                 takes a part of it away
@@ -16,10 +17,11 @@ median, a third replica is asked. If one reply is so far from both others, while
 Where stages lie behind the next, an honest replica passes on what a liar there returned, so limits are higher. A sender
 that finds half of the stage guilty is probably at fault itself: it frees all of them and judges no replica for a while.
 
-A replica that adds the same vector to every gradient stays below the distance of a check. So a sender also takes the
-mean over some tokens of every gradient that it gets. The mean of a replica's differences from the others is short if
-they point here and there, as those of honest replicas do, and a constant one adds up. A replica goes into quarantine if
-this mean is long, is most of what its differences are, and stands apart from the means of most other replicas.
+A replica that adds the same vector to every gradient is near in each token. So the distance of a check is also that of
+the means over tokens, and a sender takes the mean over some tokens of every gradient that it gets. The mean of a
+replica's differences from the others is short if they point here and there, as those of honest replicas do, and a
+constant one adds up. A replica goes into quarantine if this mean is long, is most of what its differences are, and
+stands apart from the means of most other replicas.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
+from itertools import combinations
 from random import Random
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
@@ -49,7 +52,7 @@ if TYPE_CHECKING:
 
 TIMES = 6.0
 """Of the usual distance, which is a square: two and a half times the usual difference."""
-LEAST_KNOWN, MOST_KNOWN, MOST_COMPARED = 4, 32, 16
+LEAST_KNOWN, MOST_KNOWN, MOST_COMPARED = 3, 32, 16
 """Distances known before any replica is judged; those remembered of a replica, and of how many replicas."""
 LEAST_REPLICAS = 3
 MOST_ACCUSERS = 8
@@ -62,11 +65,11 @@ PAROLE = 0.5
 """Score that is missing to the limit after a quarantine."""
 QUARANTINES_S = (600.0, 3600.0, 6 * 3600.0)
 DOUBT_S = 600.0
-FIRST_CHECKS = 20.0
+FIRST_CHECKS = 24.0
 """Calls that a sender may spend on checks before it knows any replica; it is also the most that it saves."""
-KEPT = 4.0
-"""Calls of it that are kept for suspected replicas."""
-FULL_CHECK = 2.0
+KEPT = 6.0
+"""Calls of it that are kept for replicas that are suspected or have not agreed yet."""
+FULL_CHECK = 4.0
 """Calls of a check at most."""
 DRAWN = 1 / 4
 """The chance of a microbatch to be checked while the budget allows it."""
@@ -182,6 +185,30 @@ class Offsets:
         self._offsets.pop(peer, None)
 
 
+class Majority(NamedTuple):
+    """The answers to one microbatch that are `alike`: within `near`. `odd`: how far answers are that are not."""
+
+    alike: tuple[str, ...]
+    near: float
+    odd: dict[str, float]
+
+    @classmethod
+    def of(cls, apart: Mapping[tuple[str, str], float]) -> Majority:
+        """Find it by the distances of all pairs of three or more answers: two of three, three of more."""
+        answers = tuple(dict.fromkeys(peer for pair in apart for peer in pair))
+
+        def widest(group: tuple[str, ...]) -> float:
+            return max(each for pair, each in apart.items() if set(pair) <= set(group))
+
+        def nearest(peer: str) -> float:
+            return min(each for pair, each in apart.items() if peer in pair and set(pair) & set(alike))
+
+        alike = min(combinations(answers, min(LEAST_REPLICAS, len(answers) - 1)), key=widest)
+        near = widest(alike)
+        far = {peer: nearest(peer) for peer in answers if peer not in alike}
+        return cls(alike, near, {peer: each for peer, each in far.items() if each > TIMES * near})
+
+
 class Verdicts:
     """One sender's judgement on the replicas of its next stage. `deep`: further stages lie behind that one."""
 
@@ -214,20 +241,29 @@ class Verdicts:
         return True
 
     def judge(self, apart: dict[tuple[str, str], float], replicas: Collection[str], now_s: float) -> list[Verdict]:
-        """Judge by the distances between three answers; return the verdicts, that on the odd one first.
+        """Judge by the distances between three or more answers; return the verdicts on the odd ones.
 
         `replicas`: all that work for us; those in quarantine may be among them.
         """
-        (pair, near), (wider, far), _ = sorted(apart.items(), key=lambda item: item[1])
-        (odd,) = {peer for each in apart for peer in each} - set(pair)
-        clear, usual = far > TIMES * near, self.usual
-        # Three that are equally far apart are three honest ones; two that agree may just have met.
-        self._note(*((pair, near) if clear else (wider, far)))
-        if now_s < self._doubts_until_s or not (clear and near <= TIMES * usual < far):
+        majority = Majority.of(apart)
+        if majority.odd:
+            for pair, each in apart.items():
+                if set(pair) <= set(majority.alike):
+                    self._note(pair, each)
+        else:
+            # Three that are equally far apart are three honest ones; two that agree may just have met.
+            self._note(*sorted(apart.items(), key=lambda item: item[1])[1])
+        usual = self.usual
+        odd = {peer: far for peer, far in majority.odd.items() if majority.near <= TIMES * usual < far}
+        if now_s < self._doubts_until_s or not odd:
             return []
-        for peer in pair:
+        for peer in majority.alike:
             self._pass(peer)
-        return self._struck(Verdict(odd, CheckFinding.STRUCK, far, usual), far, pair, replicas, now_s)
+        found: list[Verdict] = []
+        for peer, far in odd.items():
+            strike = Verdict(peer, CheckFinding.STRUCK, far, usual)
+            found += self._struck(strike, far, majority.alike, replicas, now_s)
+        return found
 
     def watch(self, peer: str, gradient: Tensor, replicas: Collection[str], now_s: float) -> list[Verdict]:
         """Judge a replica by the means of its gradients, of which this is the last; `replicas` as for `judge`."""
@@ -271,6 +307,8 @@ class Verdicts:
         return [Verdict(peer, CheckFinding.PAROLED) for peer in sorted(over)]
 
     def _note(self, pair: tuple[str, str], distance: float) -> None:
+        if distance == 0.0:
+            return  # of weights that are still the same, or of replicas that collude
         self._known += 1
         for peer in pair:
             self._distances[peer] = seen = self._distances.pop(peer, None) or deque(maxlen=MOST_KNOWN)
@@ -300,6 +338,8 @@ class Verdicts:
         return record
 
 
+MEANS_WEIGHT, MOST_DISTANCE = 6.0, 2.0
+"""The weight of the square between the means of two gradients in their distance, and the most that it adds."""
 MOST_ASKED = 4
 """Replicas that are asked for a check; some are busy."""
 MOST_ANSWERED = 1024
@@ -342,8 +382,9 @@ class SpotChecks:
         self._record, self._shut_out = record, shut_out
         self._budget = CheckBudget(settings.rate)
         self._verdicts = Verdicts(deep=settings.stage + 2 < settings.stages)
-        self._answered: dict[str, None] = {}
-        """Replicas that have returned a gradient to us, the last one last: names alone are no majority."""
+        self._answered: dict[str, bool] = {}
+        """Replicas that have returned a gradient to us, the last one last: names alone are no majority. True: the
+        last check of its answers found them near others."""
         self._counts: Counter[str] = Counter()
 
     def hops(self) -> Sequence[Hop]:
@@ -355,24 +396,24 @@ class SpotChecks:
         return tuple([hop for hop in hops if hop.peer not in self._verdicts.quarantined])
 
     async def check(self, peer: str, microbatch: Microbatch, reply: Gradient, deadline_s: float) -> Gradient:
-        """Now and then call a second and a third replica too; return the gradient to use for a microbatch."""
+        """Now and then call other replicas too; return the gradient to use for a microbatch."""
         if microbatch.learnt_share * count_of(self._codec.down, microbatch.hidden) < LEAST_VALUES:
             return reply
-        self._answered.pop(peer, None)
-        self._answered[peer] = None
+        agreed = self._answered[peer] = self._answered.pop(peer, False)
         if len(self._answered) > MOST_ANSWERED:
             del self._answered[next(iter(self._answered))]
         self._budget.earn()
         # At once: behind an outer step each gradient would wait for seconds, and the mean takes milliseconds.
         self._note(self._verdicts.watch(peer, self._mean(reply), self._working(), now_s()))
         if peer in self._verdicts.quarantined or not self._budget.allows(
-            suspected=self._verdicts.suspects(peer), drawn=self._rng.random()
+            suspected=not agreed or self._verdicts.suspects(peer), drawn=self._rng.random()
         ):
             return reply
         others = [hop.peer for hop in self.hops() if hop.peer in self._answered and hop.peer != peer]
         if 1 + len(others) < LEAST_REPLICAS:
             return reply
         self._rng.shuffle(others)
+        others.sort(key=lambda other: not self._answered[other])
         try:
             # Time is left for the way up, or a check would lose what it was to protect.
             async with asyncio.timeout_at((now_s() + deadline_s) / 2):
@@ -398,20 +439,29 @@ class SpotChecks:
             answers[other] = answer
             if len(answers) == 2 and self._verdicts.agree(peer, other, apart[peer, other]):
                 self._counts["agreed"] += 1
-                break
-            if len(answers) == LEAST_REPLICAS:
-                return self._judged(peer, answers, apart)
+                self._answered |= dict.fromkeys(answers, True)
+                return reply
+            if len(answers) >= LEAST_REPLICAS:
+                majority = Majority.of(apart)
+                # Three of which none is odd are honest; an odd one needs three that are alike, if there are so many.
+                decided = bool(majority.odd) == (len(answers) > LEAST_REPLICAS)
+                if decided or len(answers) == 1 + len(others):
+                    return self._judged(peer, answers, apart, majority.alike)
         return reply
 
-    def _judged(self, peer: str, answers: dict[str, Gradient], apart: dict[tuple[str, str], float]) -> Gradient:
+    def _judged(
+        self, peer: str, answers: dict[str, Gradient], apart: dict[tuple[str, str], float], alike: Sequence[str]
+    ) -> Gradient:
         verdicts = self._verdicts.judge(apart, self._working(), now_s())
         self._note(verdicts)
-        reply = answers.pop(peer)
-        if verdicts and verdicts[0].peer == peer:
-            believed = next(iter(answers.values()))
-            # The receipt still goes to the peer that computed the loss for the first.
-            reply = replace(reply, hidden=believed.hidden, loss=believed.loss)
-        return reply
+        reply, struck = answers[peer], {each.peer for each in verdicts if each.finding is CheckFinding.STRUCK}
+        if struck:
+            self._answered |= dict.fromkeys(struck, False) | dict.fromkeys(alike, True)
+        if peer not in struck:
+            return reply
+        believed = answers[alike[0]]
+        # The receipt still goes to the peer that computed the loss for the first.
+        return replace(reply, hidden=believed.hidden, loss=believed.loss)
 
     async def _ask(self, peer: str, microbatch: Microbatch) -> Gradient | None:
         self._budget.spend()
@@ -430,7 +480,12 @@ class SpotChecks:
         first, second = (
             decode(self._codec.back, hidden, seed) for hidden in (one.hidden, other.hidden) if hidden is not None
         )
-        return max(distance(first, second), ((one.loss - other.loss) / (abs(one.loss) + abs(other.loss) + TINY)) ** 2)
+        apart = mean_of_rows(first.flatten(0, -2)) - mean_of_rows(second.flatten(0, -2))
+        return max(
+            distance(first, second),
+            min(MOST_DISTANCE, MEANS_WEIGHT * float(apart.square().sum())),
+            ((one.loss - other.loss) / (abs(one.loss) + abs(other.loss) + TINY)) ** 2,
+        )
 
     def _mean(self, reply: Gradient) -> Tensor:
         """Return the mean of a gradient over some tokens, drawn by chance."""

@@ -227,7 +227,7 @@ class Strangers(Watcher):
         await door.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
         store = WeightServer(WeightStore.whole(folder, files), _at_once)
         await door.serve(weight_exchange.TOPIC, weight_exchange.SCHEMA, store.serve)
-        history = RunHistory(folder / "history", self._recipe.digest, print)
+        history = RunHistory(folder / "history", print)
         await door.serve(run_distribution.HISTORY_TOPIC, run_distribution.HISTORY_SCHEMA, history.serve)
         service = TicketService(state, self._owner.ticket, now_s, None, lambda _: 0)
         await door.serve(ticket_service.TOPIC, ticket_service.SCHEMA, service.answer)

@@ -157,7 +157,7 @@ async def copy(directory: Path, port: int, section_bytes: int) -> None:
 
     shapes, device = shapes_of(section_bytes), Device(torch.device("cpu"))
     reporter = Reporter(record=record, say=lambda line: None)
-    keep = PartialDownload(directory, "run", 0, lambda line: print(line, file=sys.stderr))
+    keep = PartialDownload(directory, 0, lambda line: print(line, file=sys.stderr))
     line = DownloadLink(Lanes(port), device, 600.0)  # type: ignore[arg-type]
     copying = StateDownload(0, shapes, line, reporter, keep)  # type: ignore[arg-type]
     state = await copying.attempt(("donor",))
@@ -218,7 +218,7 @@ async def kill_many(directory: Path, *, kills: int, megabytes: float, seed: int)
 
 def on_disk(directory: Path) -> int:
     """Return the bytes of the whole pieces that a session has left behind."""
-    keep = PartialDownload(directory, "run", 0, lambda line: None)
+    keep = PartialDownload(directory, 0, lambda line: None)
     return sum({key: data.nbytes for key, _, data in keep.pieces()}.values())
 
 

@@ -46,6 +46,7 @@ from noloco_node.state_sync.replica_mean import mean_of
 from pipeline.activation_codec import SizeBound
 from pipeline.inner_step import StepReport
 from pipeline.messages import Gradient
+from pipeline.spot_checks import Offsets
 from pipeline.stage import Stage
 from tests.explorer.attack_kinds import ScaledSteps, first_weights, gradients, like, weights
 from tests.explorer.attacks import Attack, TamperedStage, boast
@@ -308,8 +309,9 @@ ROWS = (
 
 @contextmanager
 def out_of_reach() -> Iterator[None]:
-    """Let everything count that the codecs let through."""
+    """Let everything count that the codecs let through, and accuse no replica of an offset."""
     with (
+        mock.patch.object(Offsets, "note", return_value=None),
         mock.patch.object(InfluenceBound, "share", return_value=1.0),
         mock.patch.object(SizeBound, "bounded", lambda bound, peer, wire, *_: wire),
     ):

@@ -49,6 +49,7 @@ LONGEST_WAIT_S = 20.0  # the longest sleep before the donors are asked again
 SLOWER_TIMES = 4  # a donor may take so many times its deadline: without its copy its pieces are worth less
 Talk = AbstractAsyncContextManager[Conversation]
 Converse = Callable[[str], Talk]
+Objection = Callable[[str, Manifest], Awaitable[str | None]]  # returns why to refuse a donor's manifest, or None
 
 
 def objection(donor: Manifest, others: Sequence[Manifest]) -> str | None:
@@ -140,7 +141,7 @@ def check_values(state: ReplicaState, announced_norm: float, moments: MomentBoun
     moments.check(optimiser[:half], optimiser[half:])
 
 
-async def _no_objection(donor: str, manifest: Manifest) -> str | None:
+async def no_objection(donor: str, manifest: Manifest) -> str | None:
     return None
 
 
@@ -149,13 +150,13 @@ class StateWanted:
     """The state that a newcomer asks for and accepts.
 
     `like`: tensors (the meta device will do) with the shapes of the slow weights, float32. `deadline_s`: for all pieces
-    of one donor, over a line that is good enough. `objection`: returns why to refuse a donor's manifest, or None.
+    of one donor, over a line that is good enough.
     """
 
     parts: Parts
     like: Tensors
     deadline_s: float
-    objection: Callable[[str, Manifest], Awaitable[str | None]] = field(default=_no_objection)
+    objection: Objection = field(default=no_objection)
     moments: MomentBounds = OF_ANY_RUN
 
 

@@ -59,6 +59,7 @@ class OwnModelOptions(PeerOptions, total=False):
     stage: int
     threads: int
     max_memory: str
+    max_ram: str
     sample: Sequence[str]
 
 

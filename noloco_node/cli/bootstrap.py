@@ -136,7 +136,7 @@ async def host(options: BootstrapOptions) -> None:
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
             for topic, store in stores.items():
                 await network.serve(topic, weight_exchange.SCHEMA, WeightServer(store, asyncio.to_thread).serve)
-            history = RunHistory(home.enter(recipe.digest).run_history, recipe.digest, say)
+            history = RunHistory(home.enter(recipe.digest).run_history, say)
             await network.serve(HISTORY_TOPIC, HISTORY_SCHEMA, history.serve)
             addresses = await network.addresses()
             invite = invites.format(recipe.digest, addresses, admissions.credential)

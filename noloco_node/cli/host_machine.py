@@ -70,7 +70,7 @@ class HostDisk(Host):
         return await self.device.beside(StateFile, self._home.path, state)
 
     def partial_download(self, stage: int) -> PartialDownload:
-        return PartialDownload(self._home.partial_download, self._recipe.digest, stage, say)
+        return PartialDownload(self._home.partial_download, stage, say)
 
     def unix_time(self) -> float:
         return time.time()
@@ -139,8 +139,9 @@ class StageHost(HostDisk):
         free, most = memory.free_bytes(self._torch_device) + given_back, self._options.most_memory_bytes
         return free if most is None else min(free, most)
 
-    def free_beside_bytes(self) -> int:
-        return memory.machine_free_bytes()
+    def free_beside_bytes(self, given_back: int = 0) -> int:
+        free, most = memory.machine_free_bytes() + given_back, self._options.most_ram_bytes
+        return free if most is None else min(free, most)
 
     def prepare_text(self, stage: int) -> None:
         if stage == 0:

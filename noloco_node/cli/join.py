@@ -70,7 +70,7 @@ def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
     check_options(options)  # before torch is loaded: a refusal is to come at once
     names = named_devices(options)
     if len(names) > 1:
-        sys.exit(run(join_each(invite, divided(options, names))))
+        sys.exit(run(join_each(invite, divided(options, names, memory.machine_free_bytes()))))
     if names:
         options = replace(options, device=names[0], devices=None)
     parsed = invites.parse(invites.found(invite, options.home or default_home("node")))
@@ -100,7 +100,7 @@ def check_options(options: JoinOptions) -> None:
         if isinstance(given, bool) or not (isfinite(number) and option.min <= number <= most):
             why = f"it is no {'whole ' * is_whole}number from {option.min:g} to {most:g}"
             raise usage_error(f"{name} = {given!r} cannot be used.", why, f"{name}={option.min:g}, or leave it out")
-    _ = options.allowance, options.most_memory_bytes, options.most_disk_bytes
+    _ = options.allowance, options.most_memory_bytes, options.most_ram_bytes, options.most_disk_bytes
     _ = metrics_place(options.metrics, is_open=options.metrics_open)
     _ = page_place(options.web, is_open=options.web_open), checked_name(options.name), options.prompts, options.curves
     check_device_name(options.device)
@@ -236,7 +236,7 @@ class _Participant:
         self.run = self.run or await self._fetch_run(network)
         recipe, machine = self.run
         self.sessions.share_with_rounds(GOSSIP, recipe.run.outer.line_share)
-        history = RunHistory(self.home.run(recipe.digest).run_history, recipe.digest, say)
+        history = RunHistory(self.home.run(recipe.digest).run_history, say)
         with closing(machine.host(network.peer_id)) as host:
             await network.serve(HISTORY_TOPIC, HISTORY_SCHEMA, history.serve)
             asked, options = self._asked(network), self.options

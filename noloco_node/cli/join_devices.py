@@ -1,7 +1,8 @@
 """`noloco-node join --devices`: one node on each of several devices of this machine.
 
 Each node is a process with a home of its own, the folder of its device below `--home`. What the owner allows of the
-line, of the disk and of the processor is divided by the number of nodes: a node does not know what the others leave.
+line, of main memory, of the disk and of the processor is divided by the number of nodes: a node does not know what the
+others leave.
 The nodes print to the same screen, each line with its device. A signal to this process goes to all nodes.
 """
 
@@ -51,10 +52,12 @@ def _refusal(why: str, hint: str) -> UserError:
     return usage_error("The devices cannot be used.", why=why, hint=hint)
 
 
-def divided(options: JoinOptions, names: list[str]) -> list[JoinOptions]:
+def divided(options: JoinOptions, names: list[str], free_ram: int) -> list[JoinOptions]:
     """Return the options of the node on each device.
 
-    Ports count up from that of the first device. Raises `UserError` where a share is too small.
+    Ports count up from that of the first device. `free_ram`: bytes of main memory that are free. The nodes share them
+    out where the owner names no bound: those that start together would each take all of it for free. Raises `UserError`
+    where a share is too small.
     """
     number, limits = len(names), options.allowance
     home = options.home or default_home("node")
@@ -63,12 +66,13 @@ def divided(options: JoinOptions, names: list[str]) -> list[JoinOptions]:
         options,
         devices=None,
         threads=options.threads or max(1, cores() // number),
+        max_ram=f"{(options.most_ram_bytes or free_ram) // number}B",
         max_disk=None if options.most_disk_bytes is None else f"{options.most_disk_bytes // number}B",
         max_upload=None if upload is None else f"{upload / number:.0f}B/s",
         max_download=None if download is None else f"{download / number:.0f}B/s",
         monthly_cap=None if cap is None else f"{cap // number}B",
     )
-    _ = shares.allowance, shares.most_disk_bytes
+    _ = shares.allowance, shares.most_ram_bytes, shares.most_disk_bytes
     return [
         replace(
             shares,

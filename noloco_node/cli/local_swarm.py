@@ -92,11 +92,11 @@ def simulate(
         from noloco_node.sim.scenario.scenario import load_scenario
 
         load_scenario(scenario)  # before torch is loaded
-    from noloco_node.sim.report.command import SimulationFlags, SimulationRequest, simulate_scenario
+    from noloco_node.sim.report.command import SimulationRequest, simulate_scenario
 
-    flags = SimulationFlags(options.peers, options.stages, options.rounds, options.seed)
+    swarm = options.peers, options.stages, options.rounds, options.seed
     page = page_place(options.web, is_open=options.web_open)
-    wanted = SimulationRequest(options.out, options.as_json, options.trace, page)
+    wanted = SimulationRequest(*swarm, options.out, options.as_json, options.trace, page)
     with unwound("nothing was written"):
-        code = simulate_scenario(scenario, flags, wanted, typer.echo)
+        code = simulate_scenario(scenario, wanted, typer.echo)
     raise typer.Exit(code)

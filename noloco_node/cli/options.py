@@ -224,8 +224,8 @@ class JoinOptions:
         typer.Option(
             metavar="all|LIST",
             help="Run a node on each of several devices: all GPUs, or a list such as cuda:0,cuda:1. Each has a home of "
-            "its own below --home. Limits of the line, --max-disk and the CPU threads are divided among them; ports "
-            "that are given count up.",
+            "its own below --home. Limits of the line, main memory, --max-disk and the CPU threads are divided among "
+            "them; ports that are given count up.",
         ),
     ] = None
     data: Annotated[
@@ -255,6 +255,14 @@ class JoinOptions:
         typer.Option(
             metavar="SIZE",
             help="Most memory that the run may take of the device, such as 8GB: a stage that needs more is not served.",
+            show_default="all that is free",
+        ),
+    ] = None
+    max_ram: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Most main memory that the run may take beside a GPU, such as 24GB.",
             show_default="all that is free",
         ),
     ] = None
@@ -374,6 +382,11 @@ class JoinOptions:
     def most_memory_bytes(self) -> int | None:
         """The bytes of the device's memory that the run may use; None is all that is free."""
         return None if self.max_memory is None else read_size(self.max_memory, "--max-memory")
+
+    @cached_property
+    def most_ram_bytes(self) -> int | None:
+        """The bytes of main memory that the run may use beside a GPU; None is all that is free."""
+        return None if self.max_ram is None else read_size(self.max_ram, "--max-ram")
 
     @cached_property
     def most_disk_bytes(self) -> int | None:

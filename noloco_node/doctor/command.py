@@ -136,7 +136,7 @@ async def _visit(invite: invites.Invite, wish: DoctorRequest) -> tuple[list[Find
             membership = run_file.membership(network)
             roster = await membership.peek()
             machine_checks.announce_torch()
-            needs, microbatches = await asyncio.to_thread(_needs, run_file)
+            needs, microbatches = await asyncio.to_thread(_needs, run_file, wish.device)
             others = [record.peer for records in roster.stages for record in records]
             asked = list(dict.fromkeys([*peers, *others]))
             found += [*_census(roster), *await _line(network, asked, microbatches)]
@@ -191,24 +191,33 @@ def _ports(addresses: Sequence[str]) -> tuple[int, ...]:
     return tuple(found)[:2]
 
 
-def _needs(run_file: run_distribution.RunFileText) -> tuple[list[Need], list[MicrobatchBytes]]:
-    """Return what each stage of a run needs of a machine, and the bytes of a microbatch there."""
+def _needs(run_file: run_distribution.RunFileText, wish: str) -> tuple[list[Need], list[MicrobatchBytes]]:
+    """Return what each stage of a run needs of a machine with this device, and the bytes of a microbatch there."""
     # These imports load torch; before, a wrong invite has been refused already.
+    import torch
+
+    from noloco_node.machine.device import choose_device
     from noloco_node.planning.model_layout import model_layout
-    from noloco_node.planning.plan import plan
+    from noloco_node.planning.plan import memories, memories_on
 
     run, layout = run_file.run, model_layout(run_file.run)
+    try:
+        device = choose_device(wish)
+    except UserError:
+        device = torch.device("cpu")  # `capacity` says that it is not there
     needs = [
         Need(
             number,
-            stage.memory.total,
-            stage.gpu.computing,
-            stage.gpu.beside,
-            machine_checks.disk_bytes(stage.memory.weights, keeps_best=run.keeps_best),
-            stage.gpu.coded_moments,
-            stage.gpu.rest_of_graph,
+            here.total,
+            here.computing,
+            here.beside,
+            machine_checks.disk_bytes(plain.weights, keeps_best=run.keeps_best),
+            here.coded_moments,
+            here.rest_of_graph,
         )
-        for number, stage in enumerate(plan(run).stages)
+        for number, (here, plain) in enumerate(
+            zip(memories_on(run, layout, device), memories(run, layout), strict=True)
+        )
     ]
     return needs, [microbatch_bytes(run, layout, number) for number in run.pipeline.all_stages]
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from random import Random, SystemRandom
 
-from gossip.exchange.messages import Manifest
-from gossip.transfer.download import DonorBusy, download_state
+from gossip.transfer.download import DonorBusy, Objection, no_objection
 from noloco_node.data.encoding import with_tokenizer_in
 from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.export.replica_files import ReplicaFile, Shapes
@@ -42,7 +40,6 @@ MOST_GIVEN = 64  # replicas of a stage: more add little to the mean, take room o
 MOST_ASKED = 1024  # strangers may come and go for ever
 
 Look = Callable[[], Awaitable[Roster]]  # reads the roster again
-Objection = Callable[[str, Manifest], Awaitable[str | None]]  # returns why not to believe a peer's offer, or None
 COMPARED = 3  # snapshots that are fetched of a stage
 
 
@@ -103,14 +100,12 @@ def at_work(roster: Roster, number: int) -> list[PeerRecord]:
 
 
 async def fetch_of(
-    network: PeerNetwork, peer: str, subject: WeightsOf, run_id: str, objection: Objection | None = None
+    network: PeerNetwork, peer: str, subject: WeightsOf, run_id: str, objection: Objection = no_objection
 ) -> Checkpoint:
     """Fetch a peer's slow weights; raise DonorBusy if not now, else a `ConnectionError`."""
     # As long as a newcomer has for five times as much: a line at home may be slow.
-    wanted = subject.wanted(copying_s(subject.weight_bytes, SLOWEST_BYTES_PER_S))
-    if objection is not None:
-        wanted = replace(wanted, objection=objection)
-    state = await download_state([peer], subject.converse(network), wanted, asyncio.to_thread, passes=1)
+    deadline_s = copying_s(subject.weight_bytes, SLOWEST_BYTES_PER_S)
+    state = await subject.fetch(network, [peer], deadline_s, asyncio.to_thread, objection)
     return snapshot_of(state, peer, subject.number, run_id)
 
 

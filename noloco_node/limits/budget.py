@@ -240,8 +240,8 @@ class TrafficLedger:
 
     def __init__(self, path: Path, now: Callable[[], datetime], say: Callable[[str], None]) -> None:
         self._path, self._now, self._say = path, now, say
-        self._spent = self._read()
-        self._written, self._refused = self._spent, False
+        self._file = atomic_file.KeptFile(path, "this month's traffic, which a restart forgets,", say)
+        self._spent = self._written = self._read()
 
     @property
     def spent(self) -> MonthUsage:
@@ -252,18 +252,8 @@ class TrafficLedger:
 
     def keep(self) -> None:
         """Write the file if anything is new; a disk that refuses is said once."""
-        if self._spent == self._written:
-            return
-        try:
-            atomic_file.write(self._path, msgspec.json.encode(self._spent))
-        except OSError as error:
-            if not self._refused:
-                self._say(
-                    f"cannot note the traffic of this month in {self._path}: {error.strerror}; a restart forgets it"
-                )
-            self._refused = True
-        else:
-            self._written, self._refused = self._spent, False
+        if self._spent != self._written and self._file.write(msgspec.json.encode(self._spent)):
+            self._written = self._spent
 
     def _read(self) -> MonthUsage:
         nothing = MonthUsage(month=month_of(self._now()))

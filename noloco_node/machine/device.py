@@ -64,7 +64,7 @@ def is_loss(error: RuntimeError) -> bool:
     """Say whether a GPU has failed for good; all of its errors are for good but a shortage of memory."""
     said = str(error)
     of_device = isinstance(error, torch.AcceleratorError) or "CUDA error" in said or "HIP error" in said
-    return of_device and not is_shortage(error) and "ALLOC_FAILED" not in said
+    return of_device and not is_shortage(error)
 
 
 def choose_device(wish: str) -> torch.device:

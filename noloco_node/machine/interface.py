@@ -275,8 +275,8 @@ class Host(ABC):
         """Return the device's free memory, at most what its owner allows. `given_back`: bytes that are free besides."""
         return None
 
-    def free_beside_bytes(self) -> int | None:
-        """Return the free main memory."""
+    def free_beside_bytes(self, given_back: int = 0) -> int | None:
+        """Return the free main memory, as `free_bytes` does that of the device."""
         return None
 
     def prepare_text(self, stage: int, /) -> None:  # noqa: B027

@@ -29,7 +29,7 @@ from msgspec import structs
 
 from gossip.exchange.messages import Manifest, ReplicaState
 from gossip.transfer import download
-from gossip.transfer.download import MomentBounds, download_state
+from gossip.transfer.download import MomentBounds
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.machine.interface import FirstWeights, StageModel
@@ -306,10 +306,9 @@ class _StateSearch:
             givers.append(peer)
             return await believed(peer, manifest)
 
-        wanted = subject.wanted(downloads.copying_s(subject.weight_bytes, self._options.slowest_bytes_per_s))
-        wanted = replace(wanted, objection=objection)
+        deadline_s = downloads.copying_s(subject.weight_bytes, self._options.slowest_bytes_per_s)
         try:
-            state = await download_state(order, subject.converse(self._network), wanted, self._device.run)
+            state = await subject.fetch(self._network, order, deadline_s, self._device.run, objection, passes=5)
         except ConnectionError as error:
             self._say(f"no snapshot of stage {number} could be fetched: {error}")
             return state_source.SnapshotNotFound(promised=True)

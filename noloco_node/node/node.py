@@ -35,7 +35,7 @@ from noloco_node.node.stage_work import StageWork
 from noloco_node.run.peer_state import PeerState
 from noloco_node.state_sync import weight_exchange
 from noloco_node.state_sync.download import copying_s
-from noloco_node.state_sync.snapshot_keeper import SnapshotServer, at_work
+from noloco_node.state_sync.snapshot_keeper import SnapshotServer, training_at
 from noloco_node.state_sync.starting_state import NONE_FAILED, FailedSnapshots
 from noloco_node.storage.checkpoint_store import CheckpointWriter
 from noloco_node.swarm import run_distribution, speed_test
@@ -88,7 +88,7 @@ class Node:
             tuple(tuple(shapes.values()) for shapes in dimensions.shapes),
             lambda size: copying_s(size, options.slowest_bytes_per_s),
             # Without snapshots we read records of our own stage and the next one alone.
-            lambda number: context.keeps_snapshots and not at_work(membership.roster, number),
+            lambda number: context.keeps_snapshots and not training_at(membership.roster, number),
         )
         self._services = assignments.NodeServices(
             work=StageWork(run, network.peer_id, membership, host.open_text, reporter),

@@ -39,7 +39,7 @@ LOOKS = 5  # failed readings of the roster after which a newcomer gives up
 AGAIN_S = 30.0  # pause between later readings of a replica that moves: it does not give up
 SETTLE_S = 1.0  # pause between a claim and the reading after it, in which claims of the same moment arrive
 CLAIMS = 8  # the most claims that a newcomer announces
-MORE_MEMORY = "end other programs, allow more with --max-memory, or join a run with more stages"
+MORE_MEMORY = "end other programs, allow more with --max-memory or --max-ram, or join a run with more stages"
 
 
 class ClaimedStage(NamedTuple):
@@ -98,10 +98,7 @@ def free_memory(host: Host, given_back: int | None = None) -> FreeMemory:
     def own(needs: list[int]) -> int:
         return needs[given_back] if needs and given_back is not None else 0
 
-    beside = host.free_beside_bytes()
-    return FreeMemory(
-        host.free_bytes(own(host.needs_bytes)), None if beside is None else beside + own(host.beside_bytes)
-    )
+    return FreeMemory(host.free_bytes(own(host.needs_bytes)), host.free_beside_bytes(own(host.beside_bytes)))
 
 
 def fitting_stages(host: Host, free: FreeMemory, stages: int) -> tuple[int, ...]:

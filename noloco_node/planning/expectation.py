@@ -192,8 +192,9 @@ def _alternatives(planned: Planned, machines: throughput.Machines) -> Iterator[s
     if fewer is not None and fewer[0].expected.tokens_per_s >= enough:
         plan, larger = fewer
         stages = plan.run.pipeline.stages
+        memory = f"{format_bytes(larger.gpu_bytes)} on the GPU and {format_bytes(larger.ram_bytes)} beside it"
         yield (
-            f"With {format_bytes(larger.gpu_bytes)} on the GPU and {format_bytes(larger.ram_bytes)} beside it {stages} "
+            f"With {'the memory that these machines have' if larger == machines else memory} {stages} "
             f"stage{'s' * (stages > 1)} of {plan.run.pipeline.replicas} replicas would do: about "
             f"{plan.expected.tokens_per_s:,.0f} tokens/s."
         )

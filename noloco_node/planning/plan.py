@@ -217,6 +217,16 @@ def memories(run: RunConfig, drawn: ModelLayout, *, half: bool = False, splits: 
     return tuple(_memory(run, drawn, number, half, splits) for number in range(len(drawn.cuts)))
 
 
+def memories_on(run: RunConfig, drawn: ModelLayout, device: torch.device) -> tuple[Memory, ...]:
+    """Return what a peer of each stage needs with a device, which decides in what format it computes."""
+    import torch
+
+    from noloco_node.machine.device import autocast_dtype
+
+    half = autocast_dtype(device, run.precision)
+    return memories(run, drawn, half=half is not None, splits=half is not torch.float16)
+
+
 class DeviceNeeds(NamedTuple):
     """Bytes that each stage takes, about.
 
@@ -234,13 +244,9 @@ def device_needs(
     run: RunConfig, drawn: ModelLayout, device: torch.device, free: float = inf, free_beside: float = inf
 ) -> DeviceNeeds:
     """Return what the stages take of a device with so many `free` bytes, and so many of main memory `free_beside`."""
-    import torch
-
-    from noloco_node.machine.device import autocast_dtype
     from pipeline.hardware.device_type import DEVICE_TYPES
 
-    half = autocast_dtype(device, run.precision)
-    found = memories(run, drawn, half=half is not None, splits=half is not torch.float16)
+    found = memories_on(run, drawn, device)
     graph = tuple(memory.graphs for memory in found)
     if DEVICE_TYPES[device.type].shares_memory:
         return DeviceNeeds(tuple(memory.total for memory in found), graph, (), (0,) * len(found))

@@ -156,9 +156,9 @@ def in_subspaces(planned: Planned, machines: Machines) -> Iterator[Planned]:
 def _plans(base: RunConfig, before: RunConfig, machines: Machines) -> Iterator[Planned]:
     layout = model_layout(base)
     for flow in _flows(base, before):
-        needs = gpu_memories(flow, layout, machines)
-        if fits(needs, machines):
-            for choice in _codecs(flow, layout.width):
+        for choice in _codecs(flow, layout.width):
+            needs = gpu_memories(choice, layout, machines)
+            if fits(needs, machines):
                 yield Planned(choice, layout, needs, forecast(choice, layout, machines, needs))
 
 
@@ -198,7 +198,7 @@ def _largest_batch(run: RunConfig) -> int:
 
 
 def _codecs(run: RunConfig, width: int) -> Iterator[RunConfig]:
-    for codec in _CODECS:
+    for codec in _CODECS if run.pipeline.stages > 1 else _CODECS[:1]:
         try:
             check_width(codec, width)
         except ValueError:
@@ -232,7 +232,8 @@ def _nothing_fits(run: RunConfig, machines: Machines) -> UserError:
     run = structs.replace(run, inner=structs.replace(run.inner, state="int8"))
     base = _bases(run, machines)[-1]
     layout = model_layout(base)
-    each_needs = (gpu_memories(flow, layout, machines) for flow in _flows(base, base))
+    choices = (choice for flow in _flows(base, base) for choice in _codecs(flow, layout.width))
+    each_needs = (gpu_memories(choice, layout, machines) for choice in choices)
     needs = min(each_needs, key=lambda each: sum(missing(each, machines)))
     lacks = missing(needs, machines)
     device, beside = (max(getattr(memory, where) for memory in needs) for where in ("computing", "beside"))

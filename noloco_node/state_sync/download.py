@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
@@ -17,15 +17,18 @@ import torch
 from torch import Tensor
 
 from gossip.exchange.messages import Manifest, Parts, ReplicaState, Section, StateRequest
+from gossip.interface import Compute
 from gossip.transfer.assembly import ChunkArrived, ChunkStore, DonorLost, DonorSelected, News, StateAssembly
 from gossip.transfer.chunks import cut
 from gossip.transfer.download import (
     OF_ANY_RUN,
     Converse,
     MomentBounds,
+    Objection,
     StateWanted,
     download_state,
     manifest_of,
+    no_objection,
     objection,
 )
 from noloco_node.journal import events
@@ -86,9 +89,9 @@ class StateDownload:
         self._line, self._own, self._keep = line, own, keep
         self._subject = WeightsOf(number, tuple(stage.shapes), STATE, moment_sizes)
         self._account = DownloadAccount(number, reporter, loop_s)
-        wanted = self._subject.wanted(line.deadline_s)
-        self._wanted = replace(wanted, parts=Parts.ALL, moments=moments)
-        self._assembly = StateAssembly(wanted.like, keep, self._account.note, self._subject.moments)
+        like = self._subject.like
+        self._wanted = StateWanted(parts=Parts.ALL, like=like, deadline_s=line.deadline_s, moments=moments)
+        self._assembly = StateAssembly(like, keep, self._account.note, self._subject.moments)
 
     async def attempt(self, donors: tuple[str, ...]) -> ReplicaState | str:
         """Return the state, or why no donor gave all of it."""
@@ -284,9 +287,19 @@ class WeightsOf(NamedTuple):
     def converse(self, network: PeerNetwork) -> Converse:
         return lambda peer: network.talk(peer, topic(self.kind, self.number), self.schema)
 
-    def wanted(self, deadline_s: float) -> StateWanted:
-        """Return a request for the slow weights alone."""
-        return StateWanted(parts=Parts.SLOW, like=self.like, deadline_s=deadline_s)
+    async def fetch(
+        self,
+        network: PeerNetwork,
+        order: Sequence[str],
+        deadline_s: float,
+        compute: Compute,
+        objection: Objection = no_objection,
+        *,
+        passes: int = 1,
+    ) -> ReplicaState:
+        """Fetch the slow weights of the first peer that gives all of them; raises as `download_state`."""
+        wanted = StateWanted(parts=Parts.SLOW, like=self.like, deadline_s=deadline_s, objection=objection)
+        return await download_state(order, self.converse(network), wanted, compute, passes=passes)
 
 
 def copying_s(weight_bytes: int, slowest_bytes_per_s: float) -> float:

@@ -1,15 +1,15 @@
 """Slow weights of other stages, kept and served so that no stage dies with its last replica.
 
-A peer serves its last checkpoints of stages that it served before. With `--keep-snapshots ROUNDS` it also takes a stage
-snapshot that is so many rounds further than the last one, from a random one of the replicas that agree on round and
-norm. It serves one stage at a time, and a stage without replicas in any case (docs/design/catching-up.md).
+A peer serves its last checkpoints of stages that it served before, one stage at a time. With `--keep-snapshots ROUNDS`
+it also takes a stage snapshot that is so many rounds further than the last one, from a random one of the replicas that
+agree on round and norm, and serves a stage without replicas in any case (docs/design/catching-up.md).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -18,7 +18,7 @@ from statistics import median_low
 from gossip.exchange.codec import norm
 from gossip.exchange.messages import Busy, Manifest, Parts, ReplicaState
 from gossip.transfer.donor import Donor, DonorLimits
-from gossip.transfer.download import OUTLYING_ROUNDS, download_state, piece_s
+from gossip.transfer.download import OUTLYING_ROUNDS, Objection, piece_s
 from noloco_node.machine.interface import CheckpointArchive, Reporter, Runner
 from noloco_node.network.calls import patient
 from noloco_node.network.interface import Conversation, PeerNetwork
@@ -203,14 +203,11 @@ class SnapshotKeeper:
         """Return the rounds of each stage's replicas, as far as the stage may be asked now."""
         now_s = loop_s()
         return [
-            [record.round for record in self._at_work(number)]
+            [record.round for record in training_at(self._roster(), number)]
             if number != self._config.own and now_s >= self._not_before_s.get(number, 0.0)
             else []
             for number in range(len(self._server.shapes))
         ]
-
-    def _at_work(self, number: int) -> list[PeerRecord]:
-        return at_work(self._roster(), number)
 
     async def _take(self, number: int) -> None:
         try:
@@ -227,24 +224,18 @@ class SnapshotKeeper:
     async def _fetch(self, number: int) -> Checkpoint:
         """Return the slow weights of one replica of a stage; raise `OSError` if no replica gives them."""
         subject = WeightsOf(number, self._server.shapes[number], STATE)
-        peers = [record.peer for record in self._at_work(number)]
+        peers = [record.peer for record in training_at(self._roster(), number)]
         replies = await ask_manifests(self._network, self._rng.sample(peers, min(REPLICAS_ASKED, len(peers))), subject)
         found = possible(replies.offers, self._config.every)
         kept, _ = drop_outliers(found, self._config.every)
         if not kept:
             raise ConnectionRefusedError("none of its replicas answered")
         chosen = found[self._rng.choice(kept)]
-        wanted = subject.wanted(self._server.deadline_s(subject.weight_bytes))
-        state = await download_state(
-            [chosen.peer],
-            subject.converse(self._network),
-            replace(wanted, objection=self._objection(chosen)),
-            self._device.beside,
-            passes=1,
-        )
+        deadline_s, objection = self._server.deadline_s(subject.weight_bytes), self._objection(chosen)
+        state = await subject.fetch(self._network, [chosen.peer], deadline_s, self._device.beside, objection)
         return snapshot_of(state, chosen.peer, number, self._config.run_id)
 
-    def _objection(self, chosen: ReplicaSummary) -> Callable[[str, Manifest], Awaitable[str | None]]:
+    def _objection(self, chosen: ReplicaSummary) -> Objection:
         async def objection(_: str, manifest: Manifest) -> str | None:
             if manifest.round > chosen.round + max(self._config.every, OUTLYING_ROUNDS):
                 return f"it is in round {manifest.round}, and was in round {chosen.round} a moment ago"
@@ -275,7 +266,7 @@ def snapshot_of(state: ReplicaState, peer: str, stage: int, run_id: str) -> Chec
     return Checkpoint(counters, {"slow": state.slow})
 
 
-def at_work(roster: Roster, number: int) -> list[PeerRecord]:
+def training_at(roster: Roster, number: int) -> list[PeerRecord]:
     """Return the replicas that train at a stage."""
     return [record for record in roster.stage(number) if record.state is PeerState.TRAINING]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from statistics import median, median_high, median_low
@@ -20,7 +20,7 @@ from gossip.exchange.messages import Manifest, ReplicaState
 from gossip.interface import Origin
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import ROUND_BOUND, OuterState
-from gossip.transfer.download import OUTLYING_PROGRESS, round_to_start_in
+from gossip.transfer.download import OUTLYING_PROGRESS, Objection, round_to_start_in
 from noloco_node.errors import config_error
 from noloco_node.machine.interface import StageModel
 from noloco_node.run.peer_state import AT_WORK, PeerState
@@ -208,9 +208,7 @@ def donors(own_round: int | None, offers: Sequence[ReplicaSummary], run: RunReac
     return tuple(offer.peer for offer in sorted(believed, key=lambda offer: -offer.round))
 
 
-def verify_snapshot(
-    offers: Sequence[ReplicaSummary], run: RunReach
-) -> Callable[[str, Manifest], Awaitable[str | None]]:
+def verify_snapshot(offers: Sequence[ReplicaSummary], run: RunReach) -> Objection:
     """Return the objection to a peer that gives another snapshot than it offered."""
     norms = {offer.peer: offer.norm for offer in offers}
 

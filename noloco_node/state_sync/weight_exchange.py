@@ -150,6 +150,8 @@ class WeightDownload:
     ) -> None:
         self._network, self._store, self._job, self._tell, self._topic = network, store, job, tell, topic
         self._held: dict[tuple[str, int], _Held] = {}
+        self._missing: deque[FilePieceKey] = deque()  # the pieces still to come, of `_count`
+        self._count = 0
 
     async def everything(self, peers: Sequence[str]) -> bool:
         """Fetch all files; say whether all pieces are here."""
@@ -177,37 +179,46 @@ class WeightDownload:
         with disk_errors(self._store.directory):
             await self._job(self._store.check_room, len(missing))
         Random(self._network.peer_id).shuffle(missing)
-        progress = _Progress(deque(missing), len(keys), self._tell)
+        self._missing, self._count = deque(missing), len(keys)
         async with asyncio.TaskGroup() as group:
             for first in range(min(STREAMS, len(peers))):
-                group.create_task(self._stream([*peers[first:], *peers[:first]], progress))
+                group.create_task(self._stream([*peers[first:], *peers[:first]]))
         return not await self._job(self._store.missing, keys)
 
-    async def _stream(self, peers: Sequence[str], progress: _Progress) -> None:
+    async def _stream(self, peers: Sequence[str]) -> None:
         for peer in peers:
-            if not any(self._may_have(peer, key) for key in progress.missing):
+            if not any(self._may_have(peer, key) for key in self._missing):
                 continue
             with suppress(ConnectionError, TimeoutError):
                 async with self._network.talk(peer, self._topic, SCHEMA) as conversation:
-                    await self._drain(conversation, progress)
+                    await self._drain(conversation)
 
-    async def _drain(self, conversation: Conversation, progress: _Progress) -> None:
+    async def _drain(self, conversation: Conversation) -> None:
         peer = conversation.peer
-        while (key := progress.take(lambda key: self._may_have(peer, key))) is not None:
+        while (key := self._take(peer)) is not None:
             came = False
             try:
                 reply = await _ask(conversation, FilePieceRequest(file=key.file, number=key.number))
                 if reply.content:
                     await self._keep(peer, self._store.write, key, reply.content)
                     came = True
-                    progress.tell(progress.count - len(progress.missing), progress.count)
+                    self._tell(self._count - len(self._missing), self._count)
                 else:
                     self._held[peer, key.file] = _Held(loop_s(), reply.held)
                     if is_held(reply.held, key.number):
                         raise Violation(f"{peer} does not give a piece that it says it has")
             finally:
                 if not came:
-                    progress.missing.append(key)
+                    self._missing.append(key)
+
+    def _take(self, peer: str) -> FilePieceKey | None:
+        """Take the next of the missing pieces to ask a peer for; None if there is none."""
+        for _ in range(len(self._missing)):
+            key = self._missing.popleft()
+            if self._may_have(peer, key):
+                return key
+            self._missing.append(key)
+        return None
 
     def _may_have(self, peer: str, key: FilePieceKey) -> bool:
         """Say whether to ask a peer for a piece: the peer says that it has it, or has said nothing for a while."""
@@ -220,23 +231,6 @@ class WeightDownload:
                 await self._job(keep, what, content)
         except ValueError as lie:
             raise ConnectionAbortedError(f"{peer}: {lie}") from lie
-
-
-@dataclass(slots=True)
-class _Progress:
-    """The pieces still to come, of so many."""
-
-    missing: deque[FilePieceKey]
-    count: int
-    tell: Callable[[int, int], None]
-
-    def take(self, wanted: Callable[[FilePieceKey], bool]) -> FilePieceKey | None:
-        for _ in range(len(self.missing)):
-            key = self.missing.popleft()
-            if wanted(key):
-                return key
-            self.missing.append(key)
-        return None
 
 
 class _Held(NamedTuple):

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from noloco_node.errors import os_errors_as, storage_error, usage_error
+from noloco_node.errors import os_errors_as, reason_of, storage_error, usage_error
 from noloco_node.units import format_bytes
 
 if TYPE_CHECKING:
@@ -60,6 +60,28 @@ def write(path: Path, content: bytes, *, public: bool = False) -> None:
             sync(descriptor)
         finally:
             os.close(descriptor)
+
+
+class KeptFile:
+    """A small file that is written anew as its content changes; a disk that refuses is said once, until it takes it.
+
+    `what`: its content, in words.
+    """
+
+    def __init__(self, path: Path, what: str, say: Callable[[str], None]) -> None:
+        self.path, self._what, self._say = path, what, say
+        self._refused = False
+
+    def write(self, content: bytes) -> bool:
+        """Write the content; return whether the disk took it."""
+        before, self._refused = self._refused, False
+        try:
+            write(self.path, content)
+        except OSError as error:
+            self._refused = True
+            if not before:
+                self._say(f"cannot keep {self._what} in {self.path}: {reason_of(error)}")
+        return not self._refused
 
 
 def write_all(descriptor: int, content: bytes | memoryview, at: int | None = None) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from noloco_node.errors import reason_of
 from noloco_node.storage import atomic_file
-from noloco_node.storage.checkpoint import Checkpoint, Counters, files, following, load_whole, of_run, save
+from noloco_node.storage.checkpoint import Checkpoint, Counters, files, following, load_latest, load_whole, of_run, save
 from noloco_node.tasks import loop_s
 from noloco_node.units import format_bytes
 
@@ -71,9 +71,8 @@ class CheckpointStore:
 
     @in_thread
     def slow(self, stage: int) -> Checkpoint | None:
-        """Return the slow weights of a former stage, ours or a snapshot; None if no whole ones are there."""
-        paths = [path for path, counters in self._of_run(self._former / str(stage)) if counters.stage == stage]
-        return next((found for path in paths if (found := load_whole(path, self._complain, "slow")) is not None), None)
+        """Return the newest slow weights of a former stage, ours or a snapshot; None if no whole ones are there."""
+        return load_latest(self._former / str(stage), self._run_id, self._complain, ("slow",))
 
     @in_thread
     def stages(self) -> tuple[int, ...]:

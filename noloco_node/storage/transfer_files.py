@@ -79,9 +79,9 @@ _MANIFEST = "manifest"
 class PartialDownload:
     """Implements `gossip.transfer.assembly.ChunkStore` in one directory."""
 
-    def __init__(self, directory: Path, run_id: str, stage: int, complain: Callable[[str], None]) -> None:
+    def __init__(self, directory: Path, stage: int, complain: Callable[[str], None]) -> None:
         """`directory`: has nothing but the pieces of one download. `complain`: told once, when the disk refuses."""
-        self.path = directory / f"{run_id[:32]}-{stage}"
+        self.path = directory / f"stage-{stage}"
         self._complain = complain
         self._refused = self._made = False
 

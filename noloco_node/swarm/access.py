@@ -158,20 +158,18 @@ class RunAccess:
             return
         try:
             atomic_file.make_directory(path.parent)
-            atomic_file.write(path, self.invite.digest.encode() + b"\n" + ticket)
+            atomic_file.write(path, ticket)
         except OSError as error:
             say(f"cannot keep our ticket: {reason_of(error)}; we go on, and ask for another one at the next start")
 
     def _kept_ticket(self, me: str) -> bytes | None:
-        """Return the ticket that our home keeps, unless it is another peer's or run's."""
+        """Return the ticket that our home keeps, unless it is another peer's."""
         try:
-            run, _, ticket = (b"" if self._ticket_file is None else self._ticket_file.read_bytes()).partition(b"\n")
+            ticket = b"" if self._ticket_file is None else self._ticket_file.read_bytes()
         except OSError:
             return None
         chain = decode(ticket)
-        if run != self.invite.digest.encode() or chain is None or chain[-1].subject != key_of(me):
-            return None
-        return ticket
+        return None if chain is None or chain[-1].subject != key_of(me) else ticket
 
     async def _ask(self, network: PeerNetwork) -> bytes:
         """Ask the bootstrap peers for a ticket; `UserError` NOT_ADMITTED if all refuse, UNREACHABLE if none answers."""

@@ -23,7 +23,7 @@ from typing import NoReturn
 import msgspec
 
 from noloco_node.admission.ticket import InviteCredential, parse_credential, peer_of, read_key
-from noloco_node.errors import Exit, UserError, config_error, reason_of
+from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.libp2p.addresses import PeerAddress, beyond_this_machine, parse_peer_address
 from noloco_node.network.wire import WIRE_VERSION
 from noloco_node.storage import atomic_file
@@ -169,22 +169,16 @@ class KeptInvite:
     """
 
     def __init__(self, path: Path, came_by: Invite, own: Sequence[str], say: Callable[[str], None]) -> None:
-        self._path, self._came_by, self._own, self._say = path, came_by, own, say
+        self._file, self._came_by, self._own = atomic_file.KeptFile(path, "an invite", say), came_by, own
         self._others: list[str] = []
-        self._written, self._refused = "", False
+        self._written = ""
 
     def keep(self, others: Sequence[str] = ()) -> str:
         """Write the invite if it has changed, and return it; say once if the disk refuses."""
         self._others = list(others)[:BESIDE] or self._others
         text = widened(self._came_by, self._others, self._own)
-        if text != self._written:
-            try:
-                atomic_file.write(self._path, f"{text}\n".encode())
-                self._written = text
-            except OSError as error:
-                if not self._refused:
-                    self._say(f"cannot keep an invite in {self._path}: {reason_of(error)}")
-                self._refused = True
+        if text != self._written and self._file.write(f"{text}\n".encode()):
+            self._written = text
         return text
 
     async def follow(self, membership: Membership) -> NoReturn:

@@ -20,7 +20,7 @@ from typing import NoReturn
 import msgspec
 
 from noloco_node.admission.admission_state import not_admitted, not_for, told
-from noloco_node.errors import Exit, UserError, reason_of
+from noloco_node.errors import Exit, UserError
 from noloco_node.network.calls import ask, patient
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema
@@ -157,16 +157,14 @@ HISTORY_SCHEMA = Schema({ReachedRequest: MessageSpec("ReachedRequest"), ReachedR
 
 
 class _Note(msgspec.Struct, frozen=True):
-    run_id: str
     progress: Fraction
 
 
 class RunHistory:
     """The progress of a run that a home remembers; 0 if no replica it saw had finished a round."""
 
-    def __init__(self, path: Path, run_id: str, say: Callable[[str], None]) -> None:
-        self._path, self._run_id, self._say = path, run_id, say
-        self._refused = False
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+        self._file = atomic_file.KeptFile(path, "how far the run is", say)
         self.progress = self._written = self._read()
 
     async def follow(self, membership: Membership) -> NoReturn:
@@ -179,8 +177,9 @@ class RunHistory:
         if not found:
             return
         self.progress = max(LEAST, median_low(found))
-        if not self._written or abs(self.progress - self._written) >= STEP or self.progress == 1.0 > self._written:
-            self._write()
+        due = not self._written or abs(self.progress - self._written) >= STEP or self.progress == 1.0 > self._written
+        if due and self._file.write(msgspec.json.encode(_Note(self.progress))):
+            self._written = self.progress
 
     async def serve(self, conversation: Conversation) -> None:
         """Answer one `ReachedRequest`."""
@@ -190,20 +189,9 @@ class RunHistory:
 
     def _read(self) -> float:
         try:
-            note = msgspec.json.decode(self._path.read_bytes(), type=_Note)
+            return msgspec.json.decode(self._file.path.read_bytes(), type=_Note).progress
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             return 0.0
-        return note.progress if note.run_id == self._run_id else 0.0
-
-    def _write(self) -> None:
-        try:
-            atomic_file.write(self._path, msgspec.json.encode(_Note(self._run_id, self.progress)))
-        except OSError as error:
-            if not self._refused:
-                self._say(f"cannot note in {self._path} how far the run is: {reason_of(error)}")
-            self._refused = True
-        else:
-            self._written, self._refused = self.progress, False
 
 
 async def reached(network: PeerNetwork, peers: Sequence[str]) -> float:
@@ -216,6 +204,6 @@ async def _asked(network: PeerNetwork, peer: str) -> float:
         reply = await ask(
             network, peer, HISTORY_TOPIC, HISTORY_SCHEMA, ReachedRequest(), ReachedReply, HISTORY_PATIENCE_S
         )
-    except ConnectionError:  # an older version does not remember
+    except ConnectionError:
         return 0.0
     return reply.progress

@@ -52,6 +52,7 @@ REFUSED: list[tuple[list[str], Exit]] = [
     (["join", INVITE, "--data", "nowhere"], Exit.CONFIG),
     (["join", INVITE, "--listen", "nonsense"], Exit.CONFIG),
     (["join", INVITE, "--max-memory", "nonsense"], Exit.USAGE),
+    (["join", INVITE, "--max-ram", "nonsense"], Exit.USAGE),
     (["join", INVITE, "--device", "nonsense"], Exit.DEVICE),
     (["join", INVITE, "--device", "mps:1"], Exit.DEVICE),
     (["join", INVITE, "--device", "cuda", "--devices", "all"], Exit.USAGE),

@@ -31,6 +31,7 @@ from noloco_node.units import parse_bytes
 
 INVITE = SCHEME + "ab" * 32 + "@/ip4/203.0.113.7/tcp/4001/p2p/12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
 NAMES = ["cuda:0", "cuda:1", "cuda:2"]
+RAM = 64 * 10**9
 
 
 def typed(arguments: list[str]) -> JoinOptions:
@@ -50,7 +51,7 @@ def typed(arguments: list[str]) -> JoinOptions:
         JoinOptions(stage=0, stay=True, listen=["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"], hours="22-08", linger=0.0),
         JoinOptions(begin_anew=True, relayed=True, metrics="9464", metrics_open=True, web="0", web_open=True),
         JoinOptions(max_memory="8GB", name="-x", home=Path("/tmp/home"), slowdown=2.5, keep_snapshots=3, keep=1),
-        *divided(JoinOptions(max_upload="20mbit", monthly_cap="300GB", max_disk="1TiB", home=Path("/h")), NAMES),
+        *divided(JoinOptions(max_upload="20mbit", monthly_cap="300GB", max_disk="1TiB", home=Path("/h")), NAMES, RAM),
     ],
 )
 def test_a_node_is_told_by_words_what_a_person_typed(options: JoinOptions) -> None:
@@ -62,11 +63,17 @@ def test_the_shares_of_all_nodes_are_what_the_owner_allows(number: int, bits: in
     given = JoinOptions(
         max_upload=f"{bits}bit", max_download=f"{2 * bits}bit", monthly_cap=f"{size}B", max_disk=f"{size}B"
     )
-    shares = divided(given, [f"cuda:{place}" for place in range(number)])
+    shares = divided(given, [f"cuda:{place}" for place in range(number)], size)
     allowed = [share.allowance for share in shares]
     assert sum(each.upload_bytes_per_s or 0.0 for each in allowed) == pytest.approx(bits / 8, abs=number)
     assert sum(each.download_bytes_per_s or 0.0 for each in allowed) == pytest.approx(bits / 4, abs=number)
-    for total in (sum(each.monthly_cap_bytes or 0 for each in allowed), sum(e.most_disk_bytes or 0 for e in shares)):
+    again = divided(replace(given, max_ram=f"{size}B"), ["cuda:0", "cuda:1"], 2 * size)
+    for total in (
+        sum(each.monthly_cap_bytes or 0 for each in allowed),
+        sum(each.most_disk_bytes or 0 for each in shares),
+        sum(each.most_ram_bytes or 0 for each in shares),
+        sum(each.most_ram_bytes or 0 for each in again),
+    ):
         assert size - number < total <= size
     assert parse_bytes(f"{size}B") == size
     assert sum(each.threads or 0 for each in shares) <= max(number, cores())
@@ -81,12 +88,14 @@ def test_each_node_has_a_home_and_ports_of_its_own() -> None:
         metrics="0.0.0.0:9464",
         web="0",
     )
-    first, _, third = divided(given, NAMES)
-    assert first == replace(given, device="cuda:0", home=Path("/h/cuda-0"))
+    first, _, third = divided(given, NAMES, RAM)
+    share = f"{RAM // 3}B"
+    assert first == replace(given, device="cuda:0", home=Path("/h/cuda-0"), max_ram=share)
     assert third == replace(
         given,
         device="cuda:2",
         home=Path("/h/cuda-2"),
+        max_ram=share,
         listen=["/ip4/0.0.0.0/tcp/4003", "/ip4/0.0.0.0/udp/4003/quic-v1", "/ip6/::/tcp/0"],
         announce=["/dns4/host-4001.example/tcp/82"],
         metrics="0.0.0.0:9466",
@@ -95,7 +104,7 @@ def test_each_node_has_a_home_and_ports_of_its_own() -> None:
 
 def test_a_share_of_the_line_that_is_too_small_is_refused() -> None:
     with pytest.raises(UserError, match="--max-upload"):
-        divided(JoinOptions(max_upload="256kbit"), NAMES)
+        divided(JoinOptions(max_upload="256kbit"), NAMES, RAM)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +181,7 @@ def test_one_signal_ends_all_nodes_and_the_worst_code_is_theirs(
     monkeypatch.setattr(join_devices, "tied_command", command)
     before = {each: signal.getsignal(each) for each in STOPS}
     try:
-        assert run(join_each(INVITE, divided(JoinOptions(home=tmp_path), NAMES))) == worst_code
+        assert run(join_each(INVITE, divided(JoinOptions(home=tmp_path), NAMES, RAM))) == worst_code
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
@@ -185,7 +194,7 @@ def test_two_nodes_of_one_command_train_together_and_leave_nothing_behind() -> N
     with Commands() as commands:
         bootstrap, invite = host(commands, run_file(commands.directory))
         both = ("--devices", "cpu:0,cpu:1", "--listen", LOCAL, "--refresh", "1", "--max-upload", "800mbit")
-        pair = commands.start("join", invite, *both, home=True, forked=False)
+        pair = commands.start("join", invite, *both, home=True)
         journals = [pair.home / name / "journal.jsonl" for name in ("cpu-0", "cpu-1")]
 
         def trained() -> bool:

@@ -15,10 +15,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from handlers import now
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S
+from msgspec import structs
 from processes import Commands
 from typer.testing import CliRunner
 
@@ -31,11 +33,16 @@ from noloco_node.libp2p import reachability
 from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.limits.budget import OwnerLimits
 from noloco_node.limits.rate_limit import LimitHook
+from noloco_node.machine import device
 from noloco_node.machine.memory import wanted_bytes
 from noloco_node.network.calls import HookedNetwork
 from noloco_node.network.interface import Conversation
 from noloco_node.network.wire import message_bytes
 from noloco_node.planning.bandwidth import MicrobatchBytes
+from noloco_node.planning.model_layout import model_layout
+from noloco_node.planning.plan import device_needs
+from noloco_node.run.presets import run_text
+from noloco_node.run.runfile import decode_run
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.sim_network import SimNetwork, SimPeerNetwork
 from noloco_node.storage.home import RunPaths
@@ -67,6 +74,28 @@ def test_more_of_anything_is_never_worse(needs: list[Need], one: int, other: int
         lambda free: machine_checks.judge_files(free),
     ):
         assert WORSE.index(judge(more).grade) <= WORSE.index(judge(less).grade)
+
+
+@pytest.mark.parametrize(
+    ("place", "half"),
+    [("cpu", None), ("mps", torch.bfloat16), ("mps", None), ("cuda", torch.bfloat16), ("cuda", torch.float16)],
+)
+def test_what_is_judged_is_what_a_node_on_that_device_takes(
+    place: str, half: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU without bfloat16 holds float32 beside its copies in float16; one of Apple computes in main memory."""
+    run = decode_run(run_text("tiny"), "the preset")
+    run = structs.replace(run, inner=structs.replace(run.inner, state="int8"))
+    layout, free = model_layout(run), 10**9
+    monkeypatch.setattr(device, "choose_device", lambda _: torch.device(place))
+    monkeypatch.setattr(device, "autocast_dtype", lambda *_: half)
+    needs, _ = command._needs(SimpleNamespace(run=run), "auto")  # type: ignore[arg-type]
+    taken = device_needs(run, layout, torch.device(place), free, free)
+    if place == "cuda":
+        needs = [need.placed(free, free) for need in needs]
+        assert [(need.computing, need.beside) for need in needs] == [*zip(taken.device, taken.beside, strict=True)]
+    else:
+        assert [need.memory for need in needs] == [*taken.device]
 
 
 @given(NEEDS, BYTES)

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from checkpoints import LLAMA, write_model
+from command_line import printed, refused
 from safetensors.torch import load_file
 from sample_counters import counters
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
-from noloco_node.cli.main import app
 from noloco_node.errors import Exit, UserError
 from noloco_node.export.adapter_files import AdapterExport, peft_adapter
 from noloco_node.export.continue_run import continuing_text
@@ -138,19 +137,6 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-def told(command: list[str]) -> str:
-    shown = CliRunner().invoke(app, command)
-    assert shown.exit_code == Exit.OK, shown.output
-    return shown.stdout
-
-
-def refused(command: list[str], code: Exit = Exit.CONFIG) -> UserError:
-    shown = CliRunner().invoke(app, command)
-    assert isinstance(shown.exception, UserError), shown.output
-    assert shown.exception.code is code
-    return shown.exception
-
-
 def test_the_mean_of_the_adapters_is_what_both_forms_hold(taken: Taken) -> None:
     made, adapter, merged = taken
     turned = made.family == "gpt2"
@@ -246,63 +232,55 @@ def test_a_base_that_is_not_the_runs_is_refused(taken: Taken, tmp_path: Path) ->
 def test_an_adapter_alone_is_no_model(taken: Taken, tmp_path: Path) -> None:
     adapter = str(taken.adapter)
     for command in (["evaluate", adapter], ["generate", adapter, "--prompt", "a"]):
-        assert "--weights DIR" in refused(command).hint
-    assert "--merge" in refused(["init", "--from", adapter, str(tmp_path / "run.toml")]).hint
+        assert "--weights DIR" in refused(*command).hint
+    assert "--merge" in refused("init", "--from", adapter, tmp_path / "run.toml").hint
 
 
 def test_an_adapter_over_its_model_is_the_merged_model(taken: Taken, tmp_path: Path) -> None:
     made, adapter, merged = taken
     over, few = ("--weights", str(made.checkpoint)), ("--batches", "1")
-    losses = [told(["evaluate", str(each), "--json", *few, *more]) for each, *more in ((merged,), (adapter, *over))]
+    losses = [printed("evaluate", each, "--json", *few, *more) for each, *more in ((merged,), (adapter, *over))]
     assert json.loads(losses[0])["loss"] == pytest.approx(json.loads(losses[1])["loss"], rel=1e-6)
-    texts = [
-        told(["generate", str(each), "--prompt", "import ", *more]) for each, *more in ((merged,), (adapter, *over))
-    ]
+    texts = [printed("generate", each, "--prompt", "import ", *more) for each, *more in ((merged,), (adapter, *over))]
     assert texts[0] == texts[1]
-    assert refused(["evaluate", str(merged), *over], Exit.USAGE).what == "There is no adapter to put over --weights."
+    assert refused("evaluate", merged, *over, code=Exit.USAGE).what == "There is no adapter to put over --weights."
     # An export that knew the model names it.
-    assert told(["evaluate", str(made.export("named", base=made.checkpoint)), "--json", *few]) == losses[1]
+    assert printed("evaluate", str(made.export("named", base=made.checkpoint)), "--json", *few) == losses[1]
     write_model(tmp_path / "other", made.family, FAMILIES[made.family] | {"vocab_size": 400})
-    assert "run file lists" in refused(["evaluate", str(adapter), "--weights", str(tmp_path / "other")]).why
+    assert "run file lists" in refused("evaluate", adapter, "--weights", tmp_path / "other").why
 
 
 def test_homes_of_adapters_are_evaluated_over_a_model_that_is_named(taken: Taken) -> None:
     made = taken.made
     homes = [word for home in made.homes for word in ("--from-home", str(home))]
-    assert "--weights DIR" in refused(["evaluate", *homes]).hint
-    rows = json.loads(told(["evaluate", *homes, "--weights", str(made.checkpoint), "--json", "--batches", "1"]))
+    assert "--weights DIR" in refused("evaluate", *homes).hint
+    rows = json.loads(printed("evaluate", *homes, "--weights", made.checkpoint, "--json", "--batches", "1"))
     assert [row["model"] for row in rows["models"]][:2] == ["merged", "stage 0, peer-0-0, round 40"]
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "said"),
+    ("options", "said"),
     [
-        (["--target", "q_prj"], Exit.CONFIG, "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"),
-        (["--base", "int3"], Exit.CONFIG, "bfloat16"),
+        (["--target", "q_prj"], "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"),
+        (["--base", "int3"], "bfloat16"),
     ],
 )
-def test_init_refuses_adapters_that_do_not_fit(tmp_path: Path, options: list[str], code: Exit, said: str) -> None:
+def test_init_refuses_adapters_that_do_not_fit(tmp_path: Path, options: list[str], said: str) -> None:
     write_model(tmp_path / "checkpoint")
     run = tmp_path / "run.toml"
-    shown = CliRunner().invoke(app, ["init", "--from", str(tmp_path / "checkpoint"), "--lora", "4", *options, str(run)])
-    assert isinstance(shown.exception, UserError)
-    assert shown.exception.code is code
-    assert said in str(shown.exception)
+    shown = refused("init", "--from", tmp_path / "checkpoint", "--lora", 4, *options, run)
+    assert said in str(shown)
     assert not run.exists()
 
 
 def test_init_plans_adapters_for_machines(tmp_path: Path) -> None:
     write_model(tmp_path / "checkpoint")
     run = tmp_path / "run.toml"
-    command = ["init", "--from", str(tmp_path / "checkpoint"), "--lora", "4", "--gpu", "4GiB", "--peers", "3", str(run)]
-    shown = CliRunner().invoke(app, command)
-    assert shown.exit_code == Exit.OK, shown.output
+    printed("init", "--from", tmp_path / "checkpoint", "--lora", 4, "--gpu", "4GiB", "--peers", 3, run)
     found = load_run(run)
     assert (found.adapter.rank, found.adapter.alpha, found.adapter.base) == (4, 8.0, "bfloat16")
     assert (found.pipeline.stages, found.pipeline.replicas) == (1, 3)
 
 
 def test_init_wants_a_model_for_adapters(tmp_path: Path) -> None:
-    shown = CliRunner().invoke(app, ["init", "--lora", "4", str(tmp_path / "run.toml")])
-    assert isinstance(shown.exception, UserError)
-    assert shown.exception.code is Exit.USAGE
+    refused("init", "--lora", 4, tmp_path / "run.toml", code=Exit.USAGE)

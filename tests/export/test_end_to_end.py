@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import torch
 from checkpoints import LLAMA, write_model
+from command_line import printed
 from limits import LAST_RESORT_S
 from safetensors.torch import load_file
 from sample_counters import counters
@@ -408,23 +409,17 @@ def test_a_checkpoint_of_anybody_is_evaluated_on_a_text_that_is_named(
 
 def test_the_command_line_does_all_of_it(taken: tuple[Homes, list[Path], Path], tmp_path: Path) -> None:
     _, homes, out = taken
-
-    def typed(*words: str) -> str:
-        done = CliRunner().invoke(app, words, catch_exceptions=False)
-        assert done.exit_code == 0, done.output
-        return str(done.stdout)
-
     from_homes = [word for home in homes for word in ("--from-home", str(home))]
-    assert "stage 1: 2, round 40" in typed("export", *from_homes, "--out", str(tmp_path / "model"))
+    assert "stage 1: 2, round 40" in printed("export", *from_homes, "--out", tmp_path / "model")
     assert same(exported(out), exported(tmp_path / "model"))
     on = ("--data", text_in(tmp_path), "--batches", "1")
-    assert typed("evaluate", str(tmp_path / "model"), *on).startswith("loss ")
+    assert printed("evaluate", tmp_path / "model", *on).startswith("loss ")
     prompt = "to be"
     greedy = ("--prompt", prompt, "--max-tokens", "3", "--temperature", "0")
-    said = typed("generate", str(tmp_path / "model"), *greedy)
-    assert said == typed("generate", str(tmp_path / "model"), *greedy, "--seed", "5")
+    said = printed("generate", tmp_path / "model", *greedy)
+    assert said == printed("generate", tmp_path / "model", *greedy, "--seed", "5")
     assert said.startswith(prompt)
-    typed("init", str(tmp_path / "run.toml"), "--from", str(tmp_path / "model"))
+    printed("init", tmp_path / "run.toml", "--from", tmp_path / "model")
     assert "[[model.weights]]" in (tmp_path / "run.toml").read_text()
 
 
@@ -442,7 +437,7 @@ def test_an_export_takes_the_invite_that_a_home_keeps(tmp_path: Path, monkeypatc
     )
     (tmp_path / "invite").write_text(f"{kept}\n")
     for words in ([str(tmp_path)], [another]):
-        assert CliRunner().invoke(app, ["export", *words, "--out", str(tmp_path / "model")]).exit_code == 0
+        printed("export", *words, "--out", tmp_path / "model")
     assert given == [kept, another]
 
 

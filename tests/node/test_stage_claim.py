@@ -324,7 +324,7 @@ async def test_a_stage_must_fit_main_memory_too_where_the_device_has_its_own() -
     poor, poorest = Seeker(hub, "poor", free=1000), Seeker(hub, "poorest", free=1000)
     for seeker, beside in ((poor, [40, 60, 70]), (poorest, [60, 70, 80])):
         seeker.context.host.beside_bytes[:] = beside
-        seeker.context.host.free_beside_bytes = lambda: 55  # type: ignore[method-assign]
+        seeker.context.host.free_beside_bytes = lambda _=0: 55  # type: ignore[method-assign]
     place = await poor.claim()
     with pytest.raises(UserError) as refusal:
         await poorest.claim()

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from command_line import printed, refused
 from sample_events import inner, started, write_journal
-from typer.testing import CliRunner
 
 from gossip.interface import OuterStepTaken
 from noloco_node.admission.ticket import peer_of_file
-from noloco_node.cli.main import app
 from noloco_node.errors import UserError
 from noloco_node.journal import events
 from noloco_node.libp2p.settings import ensure_identity
@@ -81,16 +80,15 @@ def test_me_tells_what_the_journal_of_a_home_says(tmp_path: Path) -> None:
         events.Receipts(at=1e9 + 100, claimed={}, signed={}, own=400),
     ]
     write_journal(tmp_path, taken)
-    said = CliRunner().invoke(app, ["me", "--home", str(tmp_path)]).stdout
+    said = printed("me", "--home", tmp_path)
     assert "run 0123456789ab, " in said
     assert "500 in 50 inner steps, 1 meetings" in said
     assert "of CPU or GPU time" in said
     assert "receipts for 400 tokens that were drawn here" in said
     assert "2 Wh, as the device tells" in said
-    raw = CliRunner().invoke(app, ["me", "--home", str(tmp_path), "--json"]).stdout
+    raw = printed("me", "--home", tmp_path, "--json")
     assert msgspec.json.decode(raw)["sent_bytes"] == 100
-    nothing = CliRunner().invoke(app, ["me", "--home", str(tmp_path / "none")])
-    assert isinstance(nothing.exception, UserError)
+    assert refused("me", "--home", tmp_path / "none")
 
 
 def test_me_says_who_one_is_also_before_anything_was_given(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import sample_events
+from command_line import printed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -418,10 +419,8 @@ def test_a_journal_that_was_cut_in_the_middle_is_played_to_there(tmp_path: Path)
     torn.write_bytes(torn.read_bytes()[:-40] + b"\x00\xff\n{}\n")
     recording = read_journals([tmp_path])
     assert recording.at(recording.ended).tokens == 99 * 4096
-    done = CliRunner().invoke(app, ["watch", "--journal", str(tmp_path), "--once"])
-    assert done.exit_code == 0
-    assert "home1 at stage 1, waiting: its journal falls silent" in done.stdout
-    told = CliRunner().invoke(app, ["watch", "--journal", str(tmp_path / "home0"), "--json"]).stdout.splitlines()
+    assert "home1 at stage 1, waiting: its journal falls silent" in printed("watch", "--journal", tmp_path, "--once")
+    told = printed("watch", "--journal", tmp_path / "home0", "--json").splitlines()
     assert [msgspec.json.decode(each)["tokens"] for each in told][-1] == 99 * 4096
     with pytest.raises(UserError, match="no journal"):
         read_journals([tmp_path / "home0" / "none"])
@@ -438,8 +437,7 @@ def test_the_events_of_a_simulation_are_played_with_its_faults(tmp_path: Path) -
         f"[[fault]]\nkind = 'partition'\nat_s = 20.0\nfor_s = 30.0\ngroups = {halves}\n"
     )
     out = tmp_path / "simulated"
-    asked = ["simulate", str(tmp_path / "cut.toml"), "--trace", "--out", str(out)]
-    assert CliRunner().invoke(app, asked).exit_code == 0
+    printed("simulate", tmp_path / "cut.toml", "--trace", "--out", out)
     with (out / "events.jsonl").open("ab") as torn:
         torn.write(b'{"node":"s0r0","event":"inner_st')
     recording = read_journals([out])
@@ -452,7 +450,7 @@ def test_the_events_of_a_simulation_are_played_with_its_faults(tmp_path: Path) -
     assert [sorted(map(len, reached.values())) for reached in seen.values()] == [[2, 2], [1, 1]]
     assert [change.name for change in recording.at(30.0).changes if "partition" in change.text] == ["fault:"]
     assert recording.at(10.0).changes[-1].name != "fault:"
-    said = CliRunner().invoke(app, ["watch", "--journal", str(out / "events.jsonl")]).stdout
+    said = printed("watch", "--journal", out / "events.jsonl")
     assert any(line.startswith("0:20  fault: partition") for line in said.splitlines())
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
+from command_line import printed
 from msgspec import structs
 from typer.testing import CliRunner
 
@@ -48,8 +49,7 @@ def test_a_field_that_never_has_a_value_is_no_column(tmp_path: Path, kind: Table
 
 def test_a_csv_has_a_row_for_each_event(homes: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.csv"
-    done = CliRunner().invoke(app, ["journal", "export", str(homes), "--out", str(out)])
-    assert done.stdout == f"Wrote 8 rows to {out}.\n"
+    assert printed("journal", "export", homes, "--out", out) == f"Wrote 8 rows to {out}.\n"
     with out.open(newline="") as file:
         table = list(csv.DictReader(file))
     assert [row["peer_name"] for row in table] == ["a"] * 4 + ["b"] * 4

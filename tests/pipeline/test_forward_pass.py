@@ -425,6 +425,7 @@ def test_a_step_without_memory_for_the_norm_is_skipped(monkeypatch: pytest.Monke
 
 def test_only_memory_is_a_shortage() -> None:
     cpu = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
-    errors = [MemoryError(), cpu, torch.OutOfMemoryError("CUDA out of memory"), OSError(5, "Input/output error")]
-    assert [is_shortage(error) for error in errors] == [True, True, True, False]
+    cublas = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    assert all(map(is_shortage, [MemoryError(), cpu, torch.OutOfMemoryError("CUDA out of memory"), cublas]))
+    assert not is_shortage(OSError(5, "Input/output error"))
     assert not is_shortage(RuntimeError("the size of tensor a must match"))

@@ -128,6 +128,35 @@ async def test_a_constant_offset_too_short_for_a_check_is_found_in_all_gradients
     assert peers.calls.count("b") < 16
 
 
+@pytest.mark.parametrize("seed", range(5))
+async def test_two_of_eight_with_the_same_offset_do_little_harm_and_replace_no_honest_gradient(seed: int) -> None:
+    def script(peer: str, honest: Gradient) -> Reply:
+        return replace(honest, hidden=TRUE + 0.7) if peer in "gh" else honest
+
+    names = Random(seed).sample("abcdefgh", 8)
+    peers, used = Peers("".join(names), script), []
+    for _ in range(8):
+        for hop in peers.checks.hops():
+            reply = await peers.ask(hop.peer)
+            assert isinstance(reply, Gradient)
+            assert reply.hidden is not None
+            used.append((hop.peer in "gh", distance(reply.hidden, TRUE) > 0.1))
+    assert {verdict.peer for verdict in peers.found} == set("gh")
+    assert sorted(peers.shut_out) == ["g", "h"]
+    assert (False, True) not in used
+    assert used.count((True, True)) <= 6, "some come before three others have answered, or where the two meet"
+
+
+async def test_the_first_answer_of_a_newcomer_is_checked() -> None:
+    peers = Peers("abcd")
+    await peers.go_round(8)
+    for newcomer in "efgh":
+        peers.hops, calls = (*peers.hops, Hop(newcomer)), len(peers.calls)
+        await peers.ask(newcomer)
+        assert len(peers.calls) == calls + 2
+    assert peers.found == []
+
+
 async def test_a_gradient_that_is_not_checked_waits_for_no_outer_step() -> None:
     """The arithmetic of checks takes its turn behind that of outer steps."""
 

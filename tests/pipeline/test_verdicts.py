@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pipeline.spot_checks import (
     DOUBT_S,
     FIRST_CHECKS,
+    FULL_CHECK,
     LEAST_KNOWN,
     MOST_ACCUSERS,
     MOST_COMPARED,
@@ -23,6 +24,7 @@ from pipeline.spot_checks import (
     MOST_PEERS,
     CheckBudget,
     CheckFinding,
+    Majority,
     Offsets,
     Verdict,
     Verdicts,
@@ -178,7 +180,7 @@ def test_tolerance_is_learned_whatever_the_noise() -> None:
         verdicts = Verdicts(deep=False)
         assert math.isnan(verdicts.usual)
         apart = {("a", "b"): 0.02 * scale, ("a", "c"): 0.03 * scale, ("b", "c"): 0.025 * scale}
-        for _ in range(4):
+        for _ in range(LEAST_KNOWN):
             assert not verdicts.agree("a", "b", 0.02 * scale)
             assert verdicts.judge(apart, "abc", 0.0) == []
         assert verdicts.usual == pytest.approx(0.025 * scale)
@@ -240,8 +242,8 @@ def test_a_budget_is_kept_and_some_of_it_is_for_suspects() -> None:
     assert budget.allows(suspected=True, drawn=1.0)
 
 
-@pytest.mark.parametrize(("spent", "checks", "of_suspects"), [(0, 8, 2), (1, 7, 2)])
-def test_a_check_of_two_calls_never_overdraws_and_two_are_kept_for_suspects(
+@pytest.mark.parametrize(("spent", "checks", "of_suspects"), [(0, 4, 2), (2, 4, 1), (3, 3, 2)])
+def test_a_full_check_never_overdraws_and_one_at_least_is_kept_for_suspects(
     spent: int, checks: int, of_suspects: int
 ) -> None:
     budget, made = CheckBudget(0.001), Counter[bool]()
@@ -250,7 +252,7 @@ def test_a_check_of_two_calls_never_overdraws_and_two_are_kept_for_suspects(
     for suspected in (False, True):
         while budget.allows(suspected=suspected, drawn=0.0):
             made[suspected] += 1
-            for _ in range(2):
+            for _ in range(round(FULL_CHECK)):
                 budget.spend()
     assert (made[False], made[True]) == (checks, of_suspects)
 
@@ -268,12 +270,50 @@ def test_checks_that_are_passed_take_a_strike_away_part_by_part() -> None:
     assert passed == 8, "1.9 in quarters"
 
 
-def test_answers_that_are_equal_to_the_bit_agree() -> None:
+@given(st.lists(st.sampled_from([0.0, 0.02]), max_size=40))
+def test_equal_answers_agree_and_do_not_change_what_is_usual(distances: list[float]) -> None:
     verdicts = Verdicts(deep=False)
-    for _ in range(LEAST_KNOWN):
-        verdicts.judge(dict.fromkeys(combinations("abc", 2), 0.0), "abc", 0.0)
-    assert verdicts.usual == 0.0
-    assert verdicts.agree("a", "b", 0.0)
+    for each in distances:
+        verdicts.judge(dict.fromkeys(combinations("abc", 2), each), "abc", 0.0)
+    if sum(each > 0.0 for each in distances) < LEAST_KNOWN:
+        assert math.isnan(verdicts.usual)
+    else:
+        assert verdicts.usual == 0.02
+        assert verdicts.agree("a", "b", 0.0)
+
+
+@given(st.permutations("abcde"), st.integers(0, 2), st.sampled_from([0.0, 0.02]), st.data())
+def test_three_that_are_alike_are_told_from_two_that_collude(
+    names: list[str], liars: int, between_liars: float, data: st.DataObject
+) -> None:
+    asked = names[: data.draw(st.integers(max(3, 3 + liars), 5))]
+    lying = set(data.draw(st.permutations(asked))[:liars])
+    near = st.floats(0.02, 0.1)
+    apart = {
+        pair: data.draw(near) if not lying & set(pair) else between_liars if lying >= set(pair) else 1.9
+        for pair in combinations(asked, 2)
+    }
+    majority = Majority.of(apart)
+    assert set(majority.odd) == lying
+    assert not lying & set(majority.alike)
+
+
+@given(st.integers(0, 2**32), st.integers(3, 5), st.data())
+def test_one_check_shuts_nobody_out_and_a_newcomer_that_agrees_afterwards_is_no_suspect(
+    seed: int, answers: int, data: st.DataObject
+) -> None:
+    rng, names = Random(seed), "abcde"[:answers]
+    verdicts = Verdicts(deep=False)
+    for _ in range(data.draw(st.integers(0, 8))):
+        verdicts.judge({pair: rng.uniform(0.02, 0.1) for pair in combinations("abc", 2)}, "abcde", 0.0)
+    apart = {pair: 2.0 if "a" in pair else rng.uniform(0.02, 0.1) for pair in combinations(names, 2)}
+    found = verdicts.judge(apart, names, 0.0)
+    assert {(each.peer, each.finding) for each in found} <= {("a", CheckFinding.STRUCK)}
+    assert not verdicts.quarantined
+    for _ in range(8):
+        verdicts.judge(dict.fromkeys(combinations("bcd", 2), 0.02), names, 0.0)
+        verdicts.agree("a", "b", 0.02)
+    assert not verdicts.suspects("a")
 
 
 def test_quarantined_replicas_are_forgotten_last() -> None:

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import printed, refused
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from typer.testing import CliRunner
 
-from noloco_node.cli.main import app
 from noloco_node.cli.run_file import MachineOptions
 from noloco_node.doctor.machine_checks import Grade, Need, judge_gpu, judge_memory
 from noloco_node.errors import Exit, UserError
@@ -89,7 +88,8 @@ def test_what_is_planned_is_a_run_that_fits_and_is_planned_again(machines: Machi
     if found is None:
         return
     validate(found.run)
-    assert fits(gpu_memories(found.run, found.layout, machines), machines)
+    assert found.needs == gpu_memories(found.run, found.layout, machines)
+    assert fits(found.needs, machines)
     assert found.run.pipeline.stages * found.run.pipeline.replicas <= machines.count
     assert found.run.budget_samples == pytest.approx(RUN.budget_samples, rel=0.05)
     assert found.run.inner.steps >= LEAST_STEPS
@@ -204,9 +204,9 @@ def test_no_preset_leaves_the_devices_idle_that_it_is_meant_for(preset: str, tmp
     path, machines = tmp_path / "run.toml", numbers_of(preset)["machines"]
     path.write_text(run_text(preset))
     assert f"noloco-node check FILE {machines}\n" in path.read_text()
-    said = CliRunner().invoke(app, ["check", str(path)]).output
+    said = printed("check", path)
     if preset == PRESETS[0]:
-        assert said == CliRunner().invoke(app, ["check", str(path), *shlex.split(machines)]).output
+        assert said == printed("check", path, *shlex.split(machines))
     busy = re.search(r"stage are (\d+)% busy", said.replace("\n", " "))
     assert busy is not None
     assert int(busy[1]) >= 100 * IDLE
@@ -215,27 +215,26 @@ def test_no_preset_leaves_the_devices_idle_that_it_is_meant_for(preset: str, tmp
 
 def test_init_writes_a_plan_that_check_agrees_with_and_warns_where_the_line_is_narrow(tmp_path: Path) -> None:
     path, machines = tmp_path / "run.toml", ["--gpu", "24GiB", "--ram", "32GiB", "--line", "100mbit/40mbit"]
-    said = CliRunner().invoke(app, ["init", str(path), "--preset", "125m", *machines])
-    assert said.exit_code == 0
+    said = printed("init", path, "--preset", "125m", *machines)
     run = load_run(path)
-    expected = said.output.partition("\n\n")[2]
+    expected = said.partition("\n\n")[2]
     stages = f"{run.pipeline.stages} stage{'s' * (run.pipeline.stages > 1)}"
     assert f"{stages} of {run.pipeline.replicas} replicas" in expected.replace("\n", " ")
     assert all(len(line) <= WIDTH for line in expected.splitlines())
     assert "--peers 16 --gpu 24GiB --ram 32GiB --line 100mbit/40mbit --tflops 60 --latency-ms 60" in path.read_text()
-    assert expected.strip() in CliRunner().invoke(app, ["check", str(path), *machines]).output
+    assert expected.strip() in printed("check", path, *machines)
     path.write_text(run_text("125m"))
-    idle = CliRunner().invoke(app, ["check", str(path), "--line", "2mbit"]).output.replace("\n", " ")
+    idle = printed("check", path, "--line", "2mbit").replace("\n", " ")
     assert "devices stand still more than half of the time" in idle
     assert "A plan for them reaches about" in idle
     assert "With subspace = 192 or subspace = 96 in [pipeline] it would be about" in idle
     path.write_text(run_text("125m").replace("# subspace = 256", "subspace = 96"))
-    assert "With subspace" not in CliRunner().invoke(app, ["check", str(path), "--line", "2mbit"]).output
+    assert "With subspace" not in printed("check", path, "--line", "2mbit")
 
 
 def test_init_says_what_else_there_is_in_three_alternatives_at_most(tmp_path: Path) -> None:
     path, machines = tmp_path / "run.toml", ["--gpu", "8GiB", "--ram", "24GiB", "--line", "100mbit/20mbit"]
-    said = CliRunner().invoke(app, ["init", str(path), "--preset", "1b", *machines]).output.replace("\n", " ")
+    said = printed("init", path, "--preset", "1b", *machines).replace("\n", " ")
     assert load_run(path).inner.state == "int8"
     assert "2 stages of 9 and 7 replicas" in said
     assert "The model does not fit one such machine, by" in said
@@ -243,9 +242,12 @@ def test_init_says_what_else_there_is_in_three_alternatives_at_most(tmp_path: Pa
     assert re.search("With .* on the GPU and .* beside it 1 stage of 16 replicas would do: about", said)
     assert "On lines twice as fast this plan would reach about" in said
     assert "With subspace = 512 or subspace = 256 in [pipeline] it would be about" in said
-    enough = CliRunner().invoke(app, ["init", str(path), "--force", "--preset", "1b", "--gpu", "24GiB"]).output
+    enough = printed("init", path, "--force", "--preset", "1b", "--gpu", "24GiB")
     assert load_run(path).pipeline.stages == 1
     assert not any(word in enough for word in ("would do:", "twice as fast", "subspace"))
+    path.write_text(run_text("tiny"))
+    roomy = printed("check", path, *machines).replace("\n", " ")
+    assert "With the memory that these machines have 1 stage of" in roomy
 
 
 @pytest.mark.parametrize(
@@ -256,14 +258,14 @@ def test_many_machines_keep_the_batch_or_say_what_becomes_of_it(
 ) -> None:
     """Each replica takes steps of its own, so a window for each would multiply the batch by the replicas."""
     path, asked = tmp_path / "run.toml", decode_run(run_text(preset), preset)
-    said = CliRunner().invoke(app, ["init", str(path), "--preset", preset, "--peers", str(count)])
+    said = printed("init", path, "--preset", preset, "--peers", count)
     run = load_run(path)
     batch = run.batch / asked.batch
     assert 0.7 <= batch <= times
     assert run.budget_samples == pytest.approx(asked.budget_samples, rel=0.01)
     assert run.inner.steps >= asked.inner.steps / times
     assert plan(run).rounds >= LEAST_ROUNDS
-    told = said.output.replace("\n", " ")
+    told = said.replace("\n", " ")
     assert ("times the" in told) == (batch != 1)
     assert ("This plan leaves out" in told) == (count - run.pipeline.peers >= run.pipeline.stages)
     assert "One such machine alone: about" in told or "The model does not fit one such machine" in told
@@ -314,7 +316,7 @@ def test_doctor_finds_what_is_planned_for_a_gpu_good_on_that_gpu(size: int) -> N
 def test_fewer_machines_than_a_run_plans_get_a_plan_of_their_own_and_no_forecast(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(run_text("125m"))
-    said = CliRunner().invoke(app, ["check", str(path), "--peers", "1"]).output.replace("\n", " ")
+    said = printed("check", path, "--peers", "1").replace("\n", " ")
     assert "peers, more than 1 machine with 8.59 GB on the GPU and 17.2 GB beside it." in said
     assert "A plan for them reaches about" in said
     assert "without a network" not in said
@@ -323,21 +325,16 @@ def test_fewer_machines_than_a_run_plans_get_a_plan_of_their_own_and_no_forecast
 def test_without_machines_check_says_how_to_name_them_and_a_comment_that_names_none_is_told(tmp_path: Path) -> None:
     path, text = tmp_path / "run.toml", run_text("tiny")
     path.write_text(text.replace("#     noloco-node check FILE", "#"))
-    assert "name the machines, with --peers" in CliRunner().invoke(app, ["check", str(path)]).output
+    assert "name the machines, with --peers" in printed("check", path)
     for nonsense in ("--peers many", "--colour red", "--peers"):
         path.write_text(re.sub("check FILE .*", f"check FILE {nonsense}", text))
-        refusal = CliRunner().invoke(app, ["check", str(path)]).exception
-        assert isinstance(refusal, UserError)
-        assert refusal.code is Exit.CONFIG
-        assert refusal.what.startswith("The comment of")
+        assert refused("check", path).what.startswith("The comment of")
 
 
 @pytest.mark.parametrize(("options", "named"), [(["--line", "fast"], "--line"), (["--gpu", "big"], "--gpu")])
 def test_machines_that_cannot_be_read_are_named(options: list[str], named: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["init", str(tmp_path / "run.toml"), *options])
-    assert isinstance(result.exception, UserError)
-    assert result.exception.code is Exit.USAGE
-    assert result.exception.what.startswith(named)
+    result = refused("init", tmp_path / "run.toml", *options, code=Exit.USAGE)
+    assert result.what.startswith(named)
     assert not (tmp_path / "run.toml").exists()
-    checked = CliRunner().invoke(app, ["check", str(tmp_path / "run.toml"), *options])
-    assert str(checked.exception) == str(result.exception), "said before the file is read"
+    checked = refused("check", tmp_path / "run.toml", *options, code=Exit.USAGE)
+    assert str(checked) == str(result), "said before the file is read"

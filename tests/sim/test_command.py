@@ -16,7 +16,7 @@ from noloco_node.cli.main import app
 from noloco_node.errors import Exit, UserError
 from noloco_node.run.presets import run_text
 from noloco_node.sim.report.collector import EventCollector
-from noloco_node.sim.report.command import SimulationFlags, SimulationRequest, complete, put_together, simulate_scenario
+from noloco_node.sim.report.command import SimulationRequest, complete, put_together, simulate_scenario
 from noloco_node.sim.report.figures import COMPUTING, MOMENTS, Report, make_report
 from noloco_node.sim.report.plot import picture
 from noloco_node.sim.report.text import bottleneck, heading, lines
@@ -319,14 +319,14 @@ def test_files_lie_where_they_were_asked_for(tmp_path: Path) -> None:
 def test_flags_override_the_file(tmp_path: Path) -> None:
     file = tmp_path / "swarm.toml"
     file.write_text("seed = 3\n" + SMALL)
-    swarm = put_together(file, SimulationFlags(peers=9, stages=3, rounds=7)).swarm
+    swarm = put_together(file, SimulationRequest(peers=9, stages=3, rounds=7)).swarm
     assert (swarm.stages, swarm.replicas, swarm.rounds, swarm.refresh_s) == (3, 3, 7, 2.0)
-    assert put_together(file, SimulationFlags()).seed == 3
-    assert put_together(file, SimulationFlags(seed=0)).seed == 0
-    assert put_together(file, SimulationFlags(peers=6)).swarm.replicas == 3
-    assert put_together(None, SimulationFlags()) == Scenario()
+    assert put_together(file, SimulationRequest()).seed == 3
+    assert put_together(file, SimulationRequest(seed=0)).seed == 0
+    assert put_together(file, SimulationRequest(peers=6)).swarm.replicas == 3
+    assert put_together(None, SimulationRequest()) == Scenario()
     # Quadratic models need no layers, so that there may be any number of them.
-    assert len(complete(put_together(None, SimulationFlags(peers=24, stages=12)), None).peers) == 24
+    assert len(complete(put_together(None, SimulationRequest(peers=24, stages=12)), None).peers) == 24
 
 
 @pytest.mark.parametrize(
@@ -386,9 +386,7 @@ def test_who_interrupts_finds_nothing_half_done(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(EventCollector, "look", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        simulate_scenario(
-            None, SimulationFlags(rounds=3), SimulationRequest(tmp_path / "out", trace=True), lambda _: None
-        )
+        simulate_scenario(None, SimulationRequest(rounds=3, out=tmp_path / "out", trace=True), lambda _: None)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -155,7 +155,7 @@ async def _copy(directory: Path, whole: ReplicaState, sizes: tuple[int, ...] | N
     await network.network("donor").serve(topic(STATE, 1), state_schema(SHAPES, sizes), donor.serve)
     reporter = Reporter(record=lambda _: None, say=said.append)
     link = DownloadLink(network.network("new"), VirtualDevice(), 300.0)
-    keep = PartialDownload(directory, "run", 1, said.append)
+    keep = PartialDownload(directory, 1, said.append)
     stage = cast(StageModel, _Shapes())
     return await StateDownload(1, stage, link, reporter, keep, None, BOUNDS, SIZES).attempt(("donor",))
 

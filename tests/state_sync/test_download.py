@@ -79,7 +79,7 @@ class Newcomers:
         reporter = Reporter(record=self.events.append, say=self.said.append, draw=self.draw)
         keep = None
         if self.directory is not None:
-            keep = PartialDownload(self.directory, "run", 1, self.said.append)
+            keep = PartialDownload(self.directory, 1, self.said.append)
         return StateDownload(
             1, cast(StageModel, Shapes()), DownloadLink(network, VirtualDevice(), 300.0), reporter, keep
         )
@@ -283,7 +283,7 @@ async def test_a_node_killed_while_it_catches_up_comes_back_and_is_met_only_then
     rng = Random(0)
 
     def keep(number: int) -> PartialDownload:
-        return PartialDownload(tmp_path, "run", number, lambda _: None)
+        return PartialDownload(tmp_path, number, lambda _: None)
 
     hub = SimNetwork()
     hub.set_access("peer-late", SLOW_LINE)

@@ -192,3 +192,17 @@ def test_bytes_are_those_of_the_values(
     assert b"".join(chunks) == tensor.detach().float().contiguous().numpy().tobytes()
     assert array.size_bytes == sum(map(len, chunks))
     assert all(len(chunk) <= 4 * at_once for chunk in chunks)
+
+
+def test_a_disk_that_refuses_a_small_file_is_said_once_until_it_takes_it(tmp_path: Path) -> None:
+    said: list[str] = []
+    kept = atomic_file.KeptFile(tmp_path / "later" / "notes", "notes", said.append)
+    assert [kept.write(b"1"), kept.write(b"2")] == [False, False]
+    assert len(said) == 1
+    kept.path.parent.mkdir()
+    assert kept.write(b"3")
+    assert kept.path.read_bytes() == b"3"
+    kept.path.unlink()
+    kept.path.parent.rmdir()
+    assert not kept.write(b"4")
+    assert len(said) == 2

@@ -43,8 +43,8 @@ class Shapes:
     shapes = SHAPES
 
 
-def partial(directory: Path, run_id: str = "run", stage: int = 1, said: list[str] | None = None) -> PartialDownload:
-    return PartialDownload(directory, run_id, stage, said.append if said is not None else lambda _: None)
+def partial(directory: Path, stage: int = 1, said: list[str] | None = None) -> PartialDownload:
+    return PartialDownload(directory, stage, said.append if said is not None else lambda _: None)
 
 
 def one_life(directory: Path, seconds: float, heard: Listening, whole: Any = WHOLE) -> bool:
@@ -118,12 +118,12 @@ async def test_settled_parameters_that_the_disk_has_lost_are_fetched(tmp_path: P
     assert followed.held_bytes == 0
 
 
-def test_the_pieces_of_another_stage_or_run_are_removed(tmp_path: Path) -> None:
+def test_the_pieces_of_another_stage_are_removed(tmp_path: Path) -> None:
     assert not one_life(tmp_path, 0.3, Listening())
     other = partial(tmp_path, stage=2)
     assert other.last() == (None, frozenset())
     other.follow(None, frozenset())
-    assert [path.name for path in tmp_path.iterdir()] == ["run-2"]
+    assert [path.name for path in tmp_path.iterdir()] == ["stage-2"]
 
 
 async def copied(directory: Path, said: list[str]) -> None:

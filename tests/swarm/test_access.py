@@ -32,6 +32,7 @@ from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.node.microbatches import ConversationPool
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.storage import atomic_file
+from noloco_node.storage.home import HomePaths
 from noloco_node.swarm import access, admissions, invite
 from noloco_node.swarm.access import RunAccess
 from noloco_node.swarm.admissions import HostedAdmissions
@@ -246,7 +247,9 @@ async def test_a_kept_ticket_that_was_revoked_wins_over_nothing(tmp_path: Path, 
     home = home_of(PEER, tmp_path)
     link = grant(key(0), owned.digest, MEMBER | Right.SIGN, NOW_S + 400 * DAY_S, public(DELEGATE))
     kept = TicketSigner(key(DELEGATE), (link,)).ticket(owned.digest, peer_of(public(PEER)), MEMBER, NOW_S + 365 * DAY_S)
-    (home / "ticket").write_bytes(owned.digest.encode() + b"\n" + kept)
+    place = HomePaths(home).run(owned.digest).ticket
+    place.parent.mkdir(parents=True)
+    place.write_bytes(kept)
     owned.revoke(1, DELEGATE)
     invitation = grant(key(0), owned.digest, MEMBER | Right.ONCE, NOW_S + 30 * DAY_S, public(8))
     own = InviteCredential((invitation,), (8).to_bytes(32))

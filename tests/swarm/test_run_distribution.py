@@ -107,8 +107,8 @@ def test_a_home_remembers_the_last_that_it_saw(tmp_path: Path) -> None:
     said: list[str] = []
     path = tmp_path / "reached.json"
 
-    def opened(run_id: str = "run") -> RunHistory:
-        return RunHistory(path, run_id, said.append)
+    def opened() -> RunHistory:
+        return RunHistory(path, said.append)
 
     history = opened()
     history.note(roster(0.2, 0.3, round=0))
@@ -123,7 +123,6 @@ def test_a_home_remembers_the_last_that_it_saw(tmp_path: Path) -> None:
     history.note(roster(1.0 - STEP / 2))
     history.note(roster(1.0))
     assert opened().progress == 1.0
-    assert opened("another run").progress == 0.0
     path.write_text("garbled")
     assert opened().progress == 0.0
     assert said == []
@@ -131,7 +130,7 @@ def test_a_home_remembers_the_last_that_it_saw(tmp_path: Path) -> None:
 
 def test_a_disk_that_refuses_is_said_once(tmp_path: Path) -> None:
     said: list[str] = []
-    history = RunHistory(tmp_path / "nowhere" / "reached.json", "run", said.append)
+    history = RunHistory(tmp_path / "nowhere" / "reached.json", said.append)
     history.note(roster(0.2))
     history.note(roster(0.4))
     assert len(said) == 1
@@ -141,7 +140,7 @@ def test_a_disk_that_refuses_is_said_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("says", "heard"), [(0.4, 0.4), (0.0, 0.0), (math.nan, 0.0), (1.5, 0.0)])
 async def test_whoever_knows_most_is_believed_within_bounds(tmp_path: Path, says: float, heard: float) -> None:
     hub = SimNetwork()
-    knows = RunHistory(tmp_path / "reached.json", "run", print)
+    knows = RunHistory(tmp_path / "reached.json", print)
     knows.note(roster(0.2))
 
     async def answer(conversation: Conversation) -> None:

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 from checkpoints import write_model
+from command_line import printed
 from process_swarm import LOCAL, steps
 from processes import Command, Commands
-from typer.testing import CliRunner
 
 from gossip.interface import OuterStepTaken
-from noloco_node.cli.main import app
 from noloco_node.errors import Exit
 from noloco_node.journal.events import Finished, Started
 
@@ -42,15 +41,9 @@ FIELDS = {
 }
 
 
-def invoke(*arguments: object) -> str:
-    shown = CliRunner().invoke(app, [str(each) for each in arguments])
-    assert shown.exit_code == Exit.OK, shown.output
-    return shown.stdout
-
-
 def write_run(directory: Path, checkpoint: Path) -> Path:
     run = directory / "run.toml"
-    invoke("init", "--from", checkpoint, "--lora", 4, "--base", "nf4", run)
+    printed("init", "--from", checkpoint, "--lora", 4, "--base", "nf4", run)
     text = run.read_text()
     for name, value in FIELDS.items():
         text, found = re.subn(rf"(?m)^{name} = .*$", f"{name} = {value}", text, count=1)
@@ -71,7 +64,7 @@ def join(commands: Commands, invite: str, stage: int, text: Path, *more: str) ->
 
 
 def loss(directory: Path, text: Path) -> float:
-    found = json.loads(invoke("evaluate", directory, "--data", text, "--json", "--batches", 8))
+    found = json.loads(printed("evaluate", directory, "--data", text, "--json", "--batches", 8))
     return float(found["loss"])
 
 

@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 
 import pytest
 from checkpoints import LLAMA, write_model
+from command_line import printed
 from process_swarm import LOCAL, SLOW, host, is_finished, join, look, peer, run_file, steps
 from processes import Command, Commands
-from typer.testing import CliRunner
 
 from gossip.interface import OuterStepTaken
-from noloco_node.cli.main import app
 from noloco_node.errors import Exit
 from noloco_node.journal.events import Finished, Hops, InnerStep, Lost, Started, Traffic
 from noloco_node.libp2p.settings import TimeoutSettings
@@ -182,7 +181,7 @@ def test_a_run_outlives_its_bootstrap_peer_and_ends_in_a_checkpoint(commands: Co
     check_checkpoint(out)
     check_bootstrap_peer_comes_back(commands, bootstrap.home, run)
     all_leave(replicas)
-    numbers = json.loads(typed("evaluate", str(out), "--batches", "2", "--json"))
+    numbers = json.loads(printed("evaluate", out, "--batches", "2", "--json"))
     assert 0.0 < numbers["loss"] < math.log(384)
 
 
@@ -195,12 +194,6 @@ def check_bootstrap_peer_comes_back(commands: Commands, home: Path, run: Path) -
     assert [len(stage) for stage in look(commands, invite)["stages"]] == [2, 2]
     back.interrupt()
     assert back.wait() == Exit.OK, back.complaint
-
-
-def typed(*words: str) -> str:
-    done = CliRunner().invoke(app, words, catch_exceptions=False)
-    assert done.exit_code == Exit.OK, done.output
-    return str(done.stdout)
 
 
 def check_status(seen: dict[str, Any], replicas: list[Command]) -> None:
@@ -256,7 +249,7 @@ def test_a_run_goes_on_from_a_checkpoint_that_one_machine_has(commands: Commands
     """`init --from`, and one flag for whoever has the files: nodes without them begin with its weights, and train."""
     checkpoint, run = commands.directory / "checkpoint", commands.directory / "continued.toml"
     write_model(checkpoint)
-    typed("init", str(run), "--from", str(checkpoint))
+    printed("init", run, "--from", checkpoint)
     assert str(commands.directory) not in run.read_text()
     wrong = commands.directory / "wrong"
     write_model(wrong, sizes={**LLAMA, "intermediate_size": 40})

@@ -13,13 +13,12 @@ from typing import Any
 
 import aiohttp
 import pytest
+from command_line import refused
 from hypothesis import given
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 from page_frames import view_of
-from typer.testing import CliRunner
 
-from noloco_node.cli.main import app
 from noloco_node.cli.options import page_place
 from noloco_node.errors import Exit, UserError
 from noloco_node.observe.playback import Playback
@@ -252,8 +251,7 @@ def test_a_place_needs_a_port(text: str) -> None:
 
 @pytest.mark.parametrize("option", [("--metrics", "0.0.0.0:9464"), ("--web", "nowhere")])
 def test_a_wrong_place_is_refused_before_anything_is_begun(tmp_path: Path, option: tuple[str, str]) -> None:
-    done = CliRunner().invoke(app, ["join", f"{SCHEME}x", "--home", str(tmp_path / "h"), *option])
-    assert isinstance(done.exception, UserError)
+    refused("join", f"{SCHEME}x", "--home", tmp_path / "h", *option, code=Exit.USAGE)
     assert not (tmp_path / "h").exists()
 
 

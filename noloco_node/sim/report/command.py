@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -19,7 +19,7 @@ import msgspec
 import torch
 from msgspec import structs
 
-from noloco_node.errors import Exit, UserError, config_error, leaves, storage_error, usage_error
+from noloco_node.errors import Exit, UserError, config_error, leaves, os_errors_as, storage_error, usage_error
 from noloco_node.run.fields import no_line, refuse
 from noloco_node.run.runfile import load_run
 from noloco_node.sim.clock import Deadlock
@@ -37,21 +37,20 @@ from noloco_node.web.places import PagePlace
 from noloco_node.web.server import Page, page_in_thread
 
 DEFAULT_OUT = Path("noloco-simulation")
+_HINT = "free some space, or give another with --out"
 Say = Callable[[str], None]
 
 
-class SimulationFlags(NamedTuple):
-    """The options of the command line about the swarm; None keeps the scenario's. `peers`: stages times replicas."""
+class SimulationRequest(NamedTuple):
+    """What a person asked for. Of the swarm, None keeps the scenario's; `peers`: stages times replicas.
+
+    `out`: where the results go; None takes the default, or with `as_json` writes nothing.
+    """
 
     peers: int | None = None
     stages: int | None = None
     rounds: int | None = None
     seed: int | None = None
-
-
-class SimulationRequest(NamedTuple):
-    """The output that a person asked for. `out`: None takes the default, or with `as_json` writes nothing."""
-
     out: Path | None = None
     as_json: bool = False
     trace: bool = False
@@ -64,12 +63,12 @@ class SimulationRequest(NamedTuple):
         return DEFAULT_OUT if self.trace or not self.as_json else None
 
 
-def simulate_scenario(path: Path | None, flags: SimulationFlags, wanted: SimulationRequest, say: Say) -> int:
+def simulate_scenario(path: Path | None, wanted: SimulationRequest, say: Say) -> int:
     """Simulate a scenario; `say` prints what the command returns. Return the exit code; raises `UserError`.
 
     A swarm that came to a standstill has its report, and 1.
     """
-    setting = complete(put_together(path, flags), path)
+    setting = complete(put_together(path, wanted), path)
     directory = wanted.directory
     if directory is not None:
         _look_at(directory)
@@ -100,8 +99,8 @@ def _simulate_and_tell(
 # The scenario.
 
 
-def put_together(path: Path | None, flags: SimulationFlags) -> Scenario:
-    """Return the file's scenario with the flags' changes; raise `UserError` where they cannot be."""
+def put_together(path: Path | None, wanted: SimulationRequest) -> Scenario:
+    """Return the file's scenario with the changes that a person asked for; raise `UserError` where they cannot be."""
     scenario = Scenario() if path is None else load_scenario(path)
     swarm = scenario.swarm
     if swarm.run is not None and not Path(swarm.run).is_file():
@@ -110,17 +109,17 @@ def put_together(path: Path | None, flags: SimulationFlags) -> Scenario:
             f"there is no file {swarm.run}",
             "correct the path, which is relative to the scenario; `noloco-node init` writes a run file",
         )
-    if flags.seed is not None:
-        scenario = structs.replace(scenario, seed=flags.seed)
-    if flags.stages is not None:
-        swarm = structs.replace(swarm, stages=flags.stages)
-    if flags.rounds is not None:
-        swarm = structs.replace(swarm, rounds=flags.rounds)
-    if flags.peers is not None:
+    if wanted.seed is not None:
+        scenario = structs.replace(scenario, seed=wanted.seed)
+    if wanted.stages is not None:
+        swarm = structs.replace(swarm, stages=wanted.stages)
+    if wanted.rounds is not None:
+        swarm = structs.replace(swarm, rounds=wanted.rounds)
+    if wanted.peers is not None:
         stages = swarm.stages
         if stages is None:
             stages = (base(False) if swarm.run is None else load_run(Path(swarm.run))).pipeline.stages
-        swarm = structs.replace(swarm, stages=stages, replicas=_replicas(flags.peers, stages))
+        swarm = structs.replace(swarm, stages=stages, replicas=_replicas(wanted.peers, stages))
     return structs.replace(scenario, swarm=swarm)
 
 
@@ -171,7 +170,8 @@ def _simulate(setting: SimSetup, trace: Path | None, page: Page | None) -> Repor
         pages: list[PageWatcher] = []
         if trace is not None:
             stack.callback(_unmake, trace)
-            _make(trace)
+            with _written(trace):
+                trace.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(trace_file(trace / "events.jsonl"))
 
         def watch(world: World) -> list[Watcher]:
@@ -216,7 +216,8 @@ def _look_at(directory: Path) -> None:
         there = there.parent
     if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
         return
-    raise _refused(directory, f"{there} is {'not writable' if there.is_dir() else 'no directory'}")
+    why = f"{there} is {'not writable' if there.is_dir() else 'no directory'}"
+    raise storage_error(f"cannot write {directory}", why, _HINT)
 
 
 def _write(directory: Path, report: Report) -> None:
@@ -227,19 +228,11 @@ def _write(directory: Path, report: Report) -> None:
         "report.txt": "\n".join([*lines(report), ""]).encode(),
         "report.json": msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n",
     }
-    _make(directory)
-    for name, content in files.items():
-        try:
-            atomic_file.write_whole(directory / name, content, public=True)
-        except UserError as trouble:
-            raise _refused(directory / name, trouble.why) from trouble
-
-
-def _make(directory: Path) -> None:
-    try:
+    with _written(directory):
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _refused(directory, error.strerror or str(error)) from error
+    for name, content in files.items():
+        with _written(directory / name):
+            atomic_file.write(directory / name, content, public=True)
 
 
 def _unmake(directory: Path) -> None:
@@ -251,14 +244,11 @@ def _unmake(directory: Path) -> None:
 @contextmanager
 def trace_file(path: Path) -> Iterator[BinaryIO]:
     """Yield a file to write, which is at `path` once the block has ended well."""
-    try:
-        with atomic_file.replacing(path) as aside:
-            with aside.open("wb") as file:
-                yield file
-            atomic_file.flush(aside)
-    except OSError as error:
-        raise _refused(path, error.strerror or str(error)) from error
+    with _written(path), atomic_file.replacing(path) as aside:
+        with aside.open("wb") as file:
+            yield file
+        atomic_file.flush(aside)
 
 
-def _refused(path: Path, why: str) -> UserError:
-    return storage_error(f"cannot write {path}", why=why, hint="free some space, or give another with --out")
+def _written(path: Path) -> AbstractContextManager[None]:
+    return os_errors_as(storage_error, f"cannot write {path}", _HINT)

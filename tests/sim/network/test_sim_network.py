@@ -47,10 +47,10 @@ async def ask(network: PeerNetwork, peer: str, topic: str, number: int = 0) -> i
 
 
 async def pair(
-    conditions: NetworkConditions = CONDITIONS, **served: Handler
+    conditions: NetworkConditions = CONDITIONS, seed: int = 0, **served: Handler
 ) -> tuple[SimNetwork, SimPeerNetwork, SimPeerNetwork]:
     """Return a network with the peers a and b, of which b serves these handlers by topic."""
-    hub = SimNetwork(conditions)
+    hub = SimNetwork(conditions, seed=seed)
     a, b = hub.network("a"), hub.network("b")
     for topic, handler in served.items():
         await b.serve(topic, SCHEMA, handler)

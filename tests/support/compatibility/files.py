@@ -218,7 +218,7 @@ def write_home(path: Path) -> None:
 
 
 def partial(home: Path) -> Any:
-    return product.Partial(paths_in(home).partial_download, recipe().digest, OTHER_STAGE, unheard)
+    return product.Partial(paths_in(home).partial_download, OTHER_STAGE, unheard)
 
 
 def checkpoints_in(home: Path) -> Any:

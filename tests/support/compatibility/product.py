@@ -64,8 +64,7 @@ from noloco_node.run.presets import PRESETS, run_text
 from noloco_node.run.protocols import gossip_schema, microbatch_schema, state_schema, topic
 from noloco_node.run.runfile import canonical, content_hashes
 from noloco_node.sim.report.collector import EventCollector
-from noloco_node.sim.report.command import SimulationFlags as Flags
-from noloco_node.sim.report.command import complete, put_together, trace_file
+from noloco_node.sim.report.command import SimulationRequest, complete, put_together, trace_file
 from noloco_node.sim.report.figures import Report, make_report
 from noloco_node.sim.report.watchers import EventTrace as Trace
 from noloco_node.sim.world import Watcher, World, simulate

@@ -88,7 +88,7 @@ def simulated(name: str) -> Simulated:
             def finish(world: product.World) -> tuple[product.Report, dict[str, list[float]]]:
                 return product.make_report(world, collectors[0]), _weights(world)
 
-            setting = product.complete(product.put_together(path, product.Flags()), path)
+            setting = product.complete(product.put_together(path, product.SimulationRequest()), path)
             report, weights = product.simulate(setting, watch, finish)
         lines = [json.loads(line) for line in events.read_bytes().splitlines()]
     return Simulated(lines, json.loads(msgspec.json.encode(report)), weights, topics, keys)
