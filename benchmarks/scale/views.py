@@ -406,7 +406,8 @@ class Stage:
         """
         if not self.churn:
             return [(most_s, 1.0 / most_s)]
-        found, age_s, pause = [], 0.0, first_s
+        found: list[tuple[float, float]] = []
+        age_s, pause = 0.0, first_s
         while True:
             age_s += pause
             alive = math.exp(-age_s / self.life_s) / self.life_s
