@@ -4,7 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
-# Tests run in so many processes, three on two cores, since many wait for daemons. Each may start a swarm of its own.
+# Tests run in so many processes, three on two cores: two begin with tests that wait for daemons, the third one computes.
 # What Python has compiled is kept for the next process and the next run, whatever the environment says: it is a third
 # of the time that it takes to load the tests.
 WORKERS ?= 3

@@ -37,6 +37,8 @@ from research.laboratory.output.map_tables import Difference
 from research.laboratory.running import trial
 from research.laboratory.running.store import Store
 
+pytestmark = pytest.mark.usefixtures("one_held_out_batch")
+
 LEVELS: dict[Side, float] = {
     "mean": 2.4,
     "ffa": 2.5,
