@@ -48,14 +48,15 @@ from gossip.rounds.matching import (
 )
 from gossip.settings import RoundTimeouts
 from noloco_node.libp2p.record_checks import SIGNATURE_BYTES
-from noloco_node.libp2p.record_holders import LONGEST_SEARCH_S, MORE_EVERY, SEARCH_S, SEARCHED, WRITTEN
+from noloco_node.libp2p.record_holders import LONGEST_SEARCH_S, MORE_EVERY, SEARCH_S, WRITTEN
 from noloco_node.libp2p.short_answers import NAME_BYTES, shortened
 from noloco_node.run.peer_state import PeerState
-from noloco_node.swarm.membership import READ_NEXT_S, READ_OTHERS_S, READ_OWN_S, READ_S, SAMPLE_RENEWALS
+from noloco_node.swarm.membership import READ_OTHERS_S, READ_OWN_S, READ_S, SAMPLE_RENEWALS, read_next_s
 from noloco_node.swarm.roster import Given, PeerRecord, brief
 from noloco_node.swarm.shards import (
+    CALM_PAUSE_S,
+    FOLLOWED,
     FOLLOWED_S,
-    LEAST_PAUSE_S,
     MOST_IN_SHARD,
     RENEWED_S,
     WHOLE_OF,
@@ -198,7 +199,6 @@ class Stage:
         self.rng, self.churn = Random(f"{replicas}|{churn}|{seed}"), churn
         self.seed, self.now_s, self.depth = seed, 0.0, 0
         self.life_s = 6000.0 / churn if churn else math.inf
-        self.pause_s, self.callers_pause_s = pause_s(churn, READ_OWN_S), pause_s(churn, READ_NEXT_S)
         self.peers: dict[str, Peer] = {}
         self.shards: defaultdict[Shard, list[Peer]] = defaultdict(list)
         self.events: list[tuple[float, int, str, Peer]] = []
@@ -207,6 +207,12 @@ class Stage:
         self._number = 0
         while (depth := next_depth([self.depth] * replicas, replicas)) != self.depth:
             self.depth = depth
+        self.own, self.others = (
+            self._uses(CALM_PAUSE_S, READ_OWN_S),
+            self._uses(CALM_PAUSE_S, READ_OTHERS_S, calls=False),
+        )
+        self.callers = self._uses(CALM_PAUSE_S, read_next_s(replicas / 2**self.depth))
+        self.pause_s, self.callers_pause_s = self.own[-1][0], self.callers[-1][0]
         for number in range(replicas):
             self.join(sybil=number < SYBILS * replicas, born_s=-3600.0)
 
@@ -360,17 +366,23 @@ class Stage:
         """Return what a peer receives and sends in membership: for readings, searches, its record, and looks."""
         peers = self.rng.sample(list(self.peers.values()), min(200, len(self.peers)))
         read = search = write = look = 0.0
-        pace = StagePace.of(READ_S)
+        # A newcomer reads the keys of whole stages first, by which it learns their depths, and then shards of them all.
+        read += len(peers) * STAGES * self._first_kb(Shard(0, 0)) / self.life_s
+        search += len(peers) * STAGES * SEARCH_KB / self.life_s
+        look_s = StagePace.of(READ_S).look_s
         for peer in peers:
-            for stage, every_s in enumerate((READ_OTHERS_S, self.pause_s, self.callers_pause_s)):
-                for shard in followed(peer.name, stage, self.depth, self.now_s):
-                    read += self._reading_kb(shard, every_s) / every_s
-                    search += self._search_kb(every_s)
-            for shard in followed(peer.name, STAGES - 1, self.depth, self.now_s):
-                look += self._reading_kb(shard, pace.look_s) / pace.look_s + self._search_kb(pace.look_s)
+            for stage, uses in enumerate((self.others, self.own, self.callers)):
+                for shard in followed(peer.name, stage, self.depth, self.now_s, FOLLOWED if stage else FOLLOWED // 2):
+                    read += self._reading_kb(shard, uses)
+                    search += self._search_kb(uses)
+            for shard in followed(peer.name, STAGES - 1, self.depth, self.now_s, FOLLOWED // 2):
+                uses = self._uses(look_s, look_s)
+                look += self._reading_kb(shard, uses) + self._search_kb(uses)
+                # The first look after the choice of a stage finds the last answer with neighbours too old.
+                look += SEARCH_KB * math.exp(-look_s / self.life_s) / self.life_s
             keys = len(written(peer.name, self.depth))
             write += WRITTEN_KB * keys / RENEWED_S
-            search += keys * self._search_kb(RENEWED_S)
+            search += keys * self._search_kb(self._uses(RENEWED_S, RENEWED_S))
         count = len(peers)
         return read / count, search / count, write / count, look / count
 
@@ -382,38 +394,62 @@ class Stage:
             readers = len(self.peers) * len(followed("", 0, self.depth, 0.0)) / 2**self.depth
             for _ in range(STAGES if shard.depth == self.depth else 0):
                 key = np.uint64(self.rng.getrandbits(64))
-                rates = (self._reading_kb(shard, every_s) / every_s for every_s in (self.pause_s, self.callers_pause_s))
-                sent[np.argpartition(nodes ^ key, WRITTEN)[:WRITTEN]] += readers * sum(rates) / WRITTEN
+                rate = self._reading_kb(shard, self.own) + self._reading_kb(shard, self.callers)
+                sent[np.argpartition(nodes ^ key, WRITTEN)[:WRITTEN]] += readers * rate / WRITTEN
         return float(sent.max())
 
-    def _search_kb(self, every_s: float) -> float:
-        """Return what it costs a second to know the nodes near a key that is used so often.
+    def _uses(self, first_s: float, most_s: float, *, calls: bool = True) -> list[tuple[float, float]]:
+        """Return the pauses between two uses of a key in a peer's life, and how many such uses there are a second.
+
+        `first_s`: the first pause; as many peers live on after it as their mean life says. `calls`: whether the peer
+        calls those whose records it reads there.
+        """
+        if not self.churn:
+            return [(most_s, 1.0 / most_s)]
+        found: list[tuple[float, float]] = []
+        age_s, pause = 0.0, first_s
+        while True:
+            age_s += pause
+            alive = math.exp(-age_s / self.life_s) / self.life_s
+            gone = -math.expm1(-pause / self.life_s) if calls else 0.0
+            after = next_pause_s(pause, gone, most_s)
+            if after == pause or age_s > 10.0 * self.life_s:
+                # All further uses follow after the same pause.
+                return [*found, (pause, alive / -math.expm1(-pause / self.life_s))]
+            found.append((pause, alive))
+            # At a churn between the two bounds the pause stays; beside them it goes to and fro.
+            pause = after if len(found) < 20 else pause
+
+    def _search_kb(self, uses: list[tuple[float, float]]) -> float:
+        """Return what it costs a second to know the nodes near a key that is used so.
 
         One search in a peer's life and seldom another, an answer with neighbours every few minutes, and one answer of
         each node that comes near the key; of those as many as records are stored with at a use, at most.
         """
-        named_s = every_s * max(1, math.floor(SEARCH_S / every_s))
-        comes = min(WRITTEN * self.churn / 6000.0, WRITTEN / every_s)
-        return SEARCH_KB * (1.0 / self.life_s + 1.0 / LONGEST_SEARCH_S) + READ_KB * (1.0 / named_s + comes)
+        found = SEARCH_KB * (1.0 / self.life_s + 1.0 / LONGEST_SEARCH_S)
+        for pause, rate in uses:
+            named = min(1.0, pause / (SEARCH_S - min(pause, SEARCH_S - 1.0)))
+            comes = min(WRITTEN, WRITTEN * self.churn / 6000.0 * pause)
+            found += READ_KB * rate * (named + comes)
+        return found
 
-    def _reading_kb(self, shard: Shard, every_s: float) -> float:
-        """Return what a reading costs: records travel once, as far as they are new; each holder asked is named all.
+    def _reading_kb(self, shard: Shard, uses: list[tuple[float, float]]) -> float:
+        """Return what readings cost a second: records travel once, as far as they are new; a holder is named all.
 
-        The first reading asks all holders that a search finds, every twelfth the usual ones and one more.
+        Every twelfth asks the usual nodes and one more. A shard is read for the first time when its turn comes, too.
         """
-        there, first = self.shards[shard], every_s / min(FOLLOWED_S, self.life_s)
-        asked = 1.0 + (SEARCHED - 1.0) * first + WRITTEN / MORE_EVERY
-        new = sum(peer.written_s(self.now_s) > self.now_s - every_s for peer in there)
-        travel = new + first * (len(there) - new)
-        return asked * (READ_KB + NAME_BYTES / 1000 * len(there)) + RECORD_BYTES / 1000 * travel
+        there = self.shards[shard]
+        found = self._first_kb(shard) * (1.0 / FOLLOWED_S + 1.0 / self.life_s)
+        for pause, rate in uses:
+            new = sum(peer.written_s(self.now_s) > self.now_s - pause for peer in there)
+            asked = 1.0 + WRITTEN / MORE_EVERY
+            found += rate * (asked * (READ_KB + NAME_BYTES / 1000 * len(there)) + RECORD_BYTES / 1000 * new)
+        return found
 
-
-def pause_s(churn: float, most_s: float) -> float:
-    """Return the pause between two readings that production arrives at."""
-    found_s = LEAST_PAUSE_S
-    for _ in range(10):
-        found_s = next_pause_s(found_s, 1.0 - math.exp(-churn / 6000.0 * found_s), most_s)
-    return found_s
+    def _first_kb(self, shard: Shard) -> float:
+        """Return what the first reading of a key costs, which asks twice as many nodes as records are stored with."""
+        there = len(self.shards[shard])
+        return READ_KB + (2 * WRITTEN - 1) * (READ_KB + NAME_BYTES / 1000 * there) + RECORD_BYTES / 1000 * there
 
 
 def measure(peers: int, churn: float, seed: int, minutes: float, *, rounds: bool = True) -> Found:

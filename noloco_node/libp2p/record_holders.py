@@ -8,7 +8,8 @@ Hostile nodes may place themselves beside a key, take all records, and return no
 alone. So a node is doubted that took our record and answers without it, or without most of what others have. A doubted
 node comes last from then on, and the next nearest takes its place. All peers that publish under the key find that out.
 So that honest nodes have the records, the first publication and every twelfth go to all `SEARCHED` nodes. The first
-reading asks all of them; every twelfth one asks all nodes that a record is stored with, and one of the others.
+reading asks all nodes that a record is stored with, and as many of the others, the farthest of them: all of the others
+have the same records, and a liar would place itself near. Every twelfth reading asks one of the others besides.
 
 Nodes come and go. Every few minutes one of these nodes is asked to name its neighbours. One of them that is nearer to
 the key than a node that records are stored with is a candidate: it is asked beside the next reading, and takes its
@@ -180,9 +181,9 @@ class Holders:
         order, turn = self.order(now_s), self._readings
         self._use(now_s)
         self._readings += 1
-        if turn == 0:
-            return [[*order, *self._candidates]]
         written, others = order[:WRITTEN], order[WRITTEN:]
+        if turn == 0:
+            return [[*written, *self._candidates, *others[::-1][:WRITTEN]], others[::-1][WRITTEN:]]
         often, number = divmod(turn, MORE_EVERY)
         if number:
             written = _turned(written, turn)

@@ -49,8 +49,10 @@ from noloco_node.swarm.receipts import (
 )
 from noloco_node.swarm.roster import Given, PeerRecord, Roster, SourceProgress, brief
 from noloco_node.swarm.shards import (
+    CALM_PAUSE_S,
     FOLLOWED,
     LEAST_IN_SHARD,
+    LEAST_PAUSE_S,
     MOST_IN_SHARD,
     RENEWED_S,
     ReadingRhythm,
@@ -86,12 +88,23 @@ the next stage, whose newcomers wait for us; of another's own stage; of the rest
 LONGEST_IN_DHT_S = 3600.0
 REFRESHES_PER_RECEIPTS = 2
 """Refreshes between two publications of receipts, and between two readings."""
+LEAST_DIVIDED = 2
+"""The least depth of a stage of which nobody knows all; at a lower one `FOLLOWED` shards are all there are."""
 READINGS_PER_PARENT = 8
 """Readings of large stages between two that look for peers of a lower depth, where none has been seen."""
 ENDING = 0.2
 """Where so many peers of a sample say that they have finished, the run ends, and the sample is read often."""
 READS_FOR_NEWCOMERS = 4
 """Readings in the time of one, while a newcomer of the next stage catches up."""
+
+
+def read_next_s(peers: float) -> float:
+    """Return the longest pause between two readings of the next stage, where so many peers share a key.
+
+    Fewer peers read a key that fewer share, so they read it more often: newcomers wait no longer, and the bytes are the
+    same.
+    """
+    return READ_NEXT_S * min(1.0, max(0.5, peers / MOST_IN_SHARD))
 
 
 class Membership:
@@ -310,7 +323,10 @@ class Membership:
         self._show(now_s)
 
     def _follow(self, stage: int) -> list[Shard]:
-        return followed(self.me, stage, self._depths[stage], loop_s(), self._followed)
+        """Return the shards of a stage that we follow: half as many where we call nobody, and nobody knows all."""
+        calls = self._own is None or stage - self._own.stage in (0, 1)
+        count = self._followed if calls or self._depths[stage] < LEAST_DIVIDED else max(1, self._followed // 2)
+        return followed(self.me, stage, self._depths[stage], loop_s(), count)
 
     def _shards(self, stage: int) -> list[Shard]:
         """Return the shards of a stage to read now: those that we follow, and while depths differ their parents too."""
@@ -346,13 +362,19 @@ class Membership:
         believed = self._records.believed[stage]
         finished = sum(record.state is PeerState.FINISHED for record in believed.values())
         is_enough = len(believed) >= LEAST_IN_SHARD and finished < ENDING * len(believed)
-        most_s = VISITOR_READ_S
+        most_s, first_s = VISITOR_READ_S, CALM_PAUSE_S
         if self._own is not None:
-            pauses_s = {self._own.stage: READ_OWN_S if stage else READ_S, self._own.stage + 1: READ_NEXT_S}
+            pauses_s = {
+                self._own.stage: READ_OWN_S if stage else READ_S,
+                self._own.stage + 1: read_next_s(len(believed) / max(1, len(shards))),
+            }
             most_s = pauses_s.get(stage, READ_OTHERS_S)
             # In other stages nobody is called, so it does not matter there who is gone.
             gone = gone if stage in pauses_s else 0.0
-        self._rhythms[stage].note(shards, now_s, steady=steady and is_enough, gone=gone, most_s=most_s)
+            if stage == self._own.stage == 0:
+                first_s = LEAST_PAUSE_S
+        is_steady = steady and is_enough
+        self._rhythms[stage].note(shards, now_s, steady=is_steady, gone=gone, most_s=most_s, first_s=first_s)
 
     async def run(self) -> NoReturn:
         while True:

@@ -34,6 +34,7 @@ from noloco_node.swarm.membership import (
     READ_S,
     READINGS_PER_PARENT,
     Membership,
+    read_next_s,
     roster_of,
     sampled,
 )
@@ -42,6 +43,7 @@ from noloco_node.swarm.roster import NUMBER_BITS, Given, PeerRecord, Roster, bri
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.swarm.run_samples import MOST_PACE, NEARLY_OVER, RunSamples, SampledWork, believed_samples
 from noloco_node.swarm.shards import (
+    CALM_PAUSE_S,
     DEEPEST,
     FOLLOWED,
     LEAST_PAUSE_S,
@@ -163,6 +165,23 @@ async def test_each_stage_is_looked_through_for_peers_of_a_lower_depth(stages: i
     assert [sum(times) for times in zip(*read, strict=True)] == [1] * stages
 
 
+@given(st.floats(0.0, 200.0))
+def test_a_key_of_fewer_peers_is_read_as_often_in_all(peers: float) -> None:
+    """As many peers read it as share it; beyond the bounds of a shard the pause stays."""
+    shared = min(max(peers, MOST_IN_SHARD / 2), MOST_IN_SHARD)
+    assert shared / read_next_s(peers) == pytest.approx(MOST_IN_SHARD / READ_NEXT_S)
+
+
+@given(st.integers(0, 4), st.integers(0, 4), st.integers(0, 6))
+async def test_half_as_many_shards_are_followed_where_nobody_is_called(own: int, stage: int, depth: int) -> None:
+    membership = Membership(SimNetwork(WEATHER, seed=3).network("me"), "run", 5)
+    membership._depths = [depth] * 5
+    assert len(membership._follow(stage)) == min(FOLLOWED, 2**depth), "a newcomer has to choose"
+    membership._own = record("me", own)
+    calls = stage in (own, own + 1)
+    assert len(membership._follow(stage)) == (FOLLOWED // 2 if depth > 1 and not calls else min(FOLLOWED, 2**depth))
+
+
 @given(st.integers(0, 4), st.integers(0, 4), st.floats(0.0, 1.0))
 async def test_a_sample_is_read_as_often_as_our_work_needs(own: int, stage: int, gone: float) -> None:
     """The next stage most often, for its newcomers; whoever is gone matters where we call somebody."""
@@ -171,12 +190,14 @@ async def test_a_sample_is_read_as_often_as_our_work_needs(own: int, stage: int,
     membership._records = cast(Any, SimpleNamespace(believed=[dict.fromkeys("abcdefghijklmnopqrst", record("a"))] * 5))
     for number in range(9):
         membership._note_reading(stage, (), float(number), gone)
-    calm_s = {own: READ_OWN_S if own else READ_S, own + 1: READ_NEXT_S}
+    calm_s = {own: READ_OWN_S if own else READ_S, own + 1: read_next_s(20)}
     pause_s = membership._rhythms[stage].pause_s
     if gone <= MANY_GONE / PAUSE_GROWTH or stage not in calm_s:
         assert pause_s == calm_s.get(stage, READ_OTHERS_S)
-    else:
+    elif gone > MANY_GONE:
         assert pause_s == LEAST_PAUSE_S
+    else:
+        assert pause_s == (LEAST_PAUSE_S if own == stage == 0 else min(CALM_PAUSE_S, calm_s[stage]))
 
 
 @pytest.mark.parametrize("liars", [1, 3])
