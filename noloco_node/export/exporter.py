@@ -185,16 +185,15 @@ class SwarmExport:
             return await self._merged(number, candidates)
         own = max((each.counters.round for each in candidates), default=None)
         kept = await self._left_by_interrupted(number, (), are_snapshots=True)
-        snapshots = [each for each in kept if own is None or each.counters.round > own]
-        if not snapshots:
-            shapes, keep = self.layout.shapes[number], partial(self.parts.keep, is_snapshot=True)
-            found = await replica_fetch.fetch_snapshots(self.network, self.recipe, self.look, number, shapes, own, keep)
-            if isinstance(found, UserError):
-                if not candidates:
-                    raise found
-                return await self._merged(number, candidates)
-            snapshots = found
-        return await self._with_snapshot(number, candidates, max(snapshots, key=lambda each: each.counters.round))
+        shapes, keep = self.layout.shapes[number], partial(self.parts.keep, is_snapshot=True)
+        found = await replica_fetch.fetch_snapshots(
+            self.network, self.recipe, self.look, number, shapes, own, kept, keep
+        )
+        if not isinstance(found, UserError):
+            return await self._with_snapshot(number, candidates, max(found, key=lambda each: each.counters.round))
+        if not candidates:
+            raise found
+        return await self._merged(number, candidates)
 
     async def _with_snapshot(
         self, number: int, candidates: Sequence[ReplicaFile], snapshot: ReplicaFile

@@ -24,7 +24,15 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE
 from noloco_node.state_sync.download import SNAPSHOT, WeightsOf, ask_manifests, copying_s
 from noloco_node.state_sync.snapshot_keeper import snapshot_of
-from noloco_node.state_sync.starting_state import AGAIN_S, asked_of, asks_again, donors, reached, verify_snapshot
+from noloco_node.state_sync.starting_state import (
+    AGAIN_S,
+    ROUND_BOUND,
+    asked_of,
+    asks_again,
+    donors,
+    reached,
+    verify_snapshot,
+)
 from noloco_node.state_sync.weight_exchange import TOKENIZER_TOPIC, WeightDownload
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.storage.home import HomePaths
@@ -116,14 +124,17 @@ async def fetch_snapshots(
     number: int,
     shapes: Shapes,
     own: int | None,
+    kept: Sequence[ReplicaFile],
     keep: Callable[[Checkpoint], ReplicaFile],
 ) -> list[ReplicaFile] | UserError:
     """Fetch the newest stage snapshots that are believed; the `peer` of each is its keeper.
 
-    Returns an error if none came, for a caller without other weights. `keep`: writes a snapshot to the disk. `own`: the
-    newest round that is here already, or None; only clearly newer snapshots are fetched.
+    Returns an error if there is none, for a caller without other weights. `own`: the newest round of weights that are
+    here, or None; only clearly newer snapshots count. `kept`: snapshots that an interrupted export has left; they are
+    not fetched again, and stand beside what comes. `keep`: writes a snapshot to the disk.
     """
     came: list[ReplicaFile] = []
+    here = {each.peer: each for each in kept if own is None or each.counters.round > own + ROUND_BOUND}
     subject, refused, offered = WeightsOf(number, tuple(shapes.values()), SNAPSHOT), set[str](), set[str]()
     attempt = 0
     while True:
@@ -138,10 +149,14 @@ async def fetch_snapshots(
         for peer in donors(own, offers, run):
             if len(came) == COMPARED:
                 break
+            if peer in here and here[peer].counters.round == replies.manifests[peer].round:
+                came.append(here.pop(peer))
+                continue
             say(f"stage {number}: fetching the snapshot of round {replies.manifests[peer].round} that {peer} keeps")
             try:
                 copy = await fetch_of(network, peer, subject, recipe.digest, verify_snapshot(offers, run))
                 came.append(await asyncio.to_thread(keep, copy))
+                here.pop(peer, None)
             except DonorBusy as error:
                 busy += 1
                 say(f"not now: {error}")
@@ -149,8 +164,10 @@ async def fetch_snapshots(
                 refused.add(peer)
                 say(f"left out: {error}")
         if came:
-            return came
-        if not asks_again(busy > 0, own is not None, attempt):
+            return [*came, *here.values()]
+        if not asks_again(busy > 0, own is not None or bool(here), attempt):
+            if here:
+                return [*here.values()]
             tries = f"of {len(asked)} peers that were asked for a snapshot {len(offered)} offered one, {busy} were busy"
             return _lost(recipe, roster, number, tries, any_came=bool(offered or busy))
         if busy and attempt == 0:

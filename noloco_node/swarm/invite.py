@@ -64,7 +64,7 @@ def format(digest: str, addresses: Sequence[str], credential: InviteCredential |
 
 def parse(text: str) -> Invite:
     """Parse an invite, surrounding white space included; a `UserError` names the wrong part."""
-    scheme = re.match(r"noloco(\d{1,9}):", text := text.strip(), re.ASCII)
+    scheme = re.match(r"noloco([1-9]\d{0,8}):", text := text.strip(), re.ASCII)
     if scheme is None:
         raise _malformed(f"it does not start with {SCHEME!r}: {text[:24]!r}")
     if scheme[0] != SCHEME:
@@ -72,7 +72,8 @@ def parse(text: str) -> Invite:
             "This invite is for another version of this program.",
             why=f"it begins with {scheme[0]!r}, and this version reads {SCHEME!r}: its swarm uses "
             f"{'a newer' if int(scheme[1]) > WIRE_VERSION else 'an older'} protocol",
-            hint="install the version that the swarm uses; whoever sent the invite sees it by `noloco-node --version`",
+            hint="install the version that the swarm uses (its peers see it by `noloco-node --version`), or ask one of them "
+            "for an invite of today: a home keeps the one that it came by",
             code=Exit.OTHER_RUN,
         )
     text, is_owned, given = text[scheme.end() :].partition("#")
@@ -151,7 +152,7 @@ def _is_address(text: str) -> bool:
         parse_peer_address(text)
     except ValueError:
         return False
-    return "," not in text
+    return not set(text) & {",", "#"}
 
 
 def _malformed(why: str) -> UserError:
@@ -175,7 +176,7 @@ class KeptInvite:
 
     def keep(self, others: Sequence[str] = ()) -> str:
         """Write the invite if it has changed, and return it; say once if the disk refuses."""
-        self._others = list(others)[:BESIDE] or self._others
+        self._others = [each for each in others if _is_address(each)][:BESIDE] or self._others
         text = widened(self._came_by, self._others, self._own)
         if text != self._written and self._file.write(f"{text}\n".encode()):
             self._written = text

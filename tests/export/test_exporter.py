@@ -494,6 +494,26 @@ async def test_a_busy_keeper_is_waited_for_and_not_for_ever(
     assert least_s <= (asyncio.get_running_loop().time()) < least_s + 2 * AGAIN_S
 
 
+async def test_a_snapshot_that_an_interrupted_export_left_ends_no_search_for_others(swarm: Swarm) -> None:
+    await swarm.replica("a", 0)
+    await swarm.keeper("a", 1, round=10)
+    await swarm.replica("b", 0)
+    await swarm.keeper("b", 1, round=12)
+    await swarm.interrupted(at=3)
+    assert swarm.asked[2:] == [("b", SNAPSHOT)]
+    swarm.asked.clear()
+    await swarm.replica("c", 0)
+    await swarm.keeper("c", 1, round=39)
+    found = await swarm.exported()
+    assert swarm.asked == [("c", STATE), ("c", SNAPSHOT), ("a", SNAPSHOT)]
+    assert found[1].kept_by == "c"
+    # Their keepers have gone: what they gave counts.
+    for peer in "abc":
+        del swarm.records[peer]
+    await swarm.replica("d", 0)
+    assert (await swarm.exported())[1].kept_by == "c"
+
+
 async def test_a_snapshot_is_not_used_once_the_stage_lives_again(swarm: Swarm) -> None:
     await swarm.replica("a", 0)
     await swarm.keeper("a", 1, round=38)

@@ -70,6 +70,7 @@ def test_what_strangers_say_of_themselves_breaks_no_invite(tmp_path: Path) -> No
         "nonsense",
         "/ip4/192.0.2.1/tcp/1",
         f"{ADDRESSES[1]},{ADDRESSES[2]}",
+        f"/ip4/192.0.2.1/tcp/1/http-path/a#b/p2p/{ED25519}",
         "/ip4/1/p2p/x",
         "\x00",
         ADDRESSES[1],
@@ -90,6 +91,9 @@ def test_a_home_keeps_an_invite_and_says_once_that_it_cannot(tmp_path: Path) -> 
         ADDRESSES[2],
     ]
     assert kept.keep() == invite.found(None, tmp_path), "a peer that is alone remembers whom it met"
+    assert kept.keep(["nonsense"]) == invite.found(None, tmp_path), (
+        "nor does what a stranger says of itself replace them"
+    )
     refused = KeptInvite(tmp_path / "nowhere" / "invite", came_by, (), said.append)
     refused.keep()
     refused.keep(ADDRESSES[2:3])
