@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from pathlib import Path
 from random import Random, SystemRandom
 
+from gossip.rule.outer_step import ROUND_BOUND
 from gossip.transfer.download import DonorBusy, Objection, no_objection
 from noloco_node.data.encoding import with_tokenizer_in
 from noloco_node.errors import Exit, UserError, config_error
@@ -26,7 +27,6 @@ from noloco_node.state_sync.download import SNAPSHOT, WeightsOf, ask_manifests, 
 from noloco_node.state_sync.snapshot_keeper import snapshot_of
 from noloco_node.state_sync.starting_state import (
     AGAIN_S,
-    ROUND_BOUND,
     asked_of,
     asks_again,
     donors,

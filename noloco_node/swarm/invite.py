@@ -72,8 +72,8 @@ def parse(text: str) -> Invite:
             "This invite is for another version of this program.",
             why=f"it begins with {scheme[0]!r}, and this version reads {SCHEME!r}: its swarm uses "
             f"{'a newer' if int(scheme[1]) > WIRE_VERSION else 'an older'} protocol",
-            hint="install the version that the swarm uses (its peers see it by `noloco-node --version`), or ask one of them "
-            "for an invite of today: a home keeps the one that it came by",
+            hint="install the version that the swarm uses (its peers see it by `noloco-node --version`), or ask one of "
+            "them for an invite of today: a home keeps the one that it came by",
             code=Exit.OTHER_RUN,
         )
     text, is_owned, given = text[scheme.end() :].partition("#")

@@ -78,7 +78,6 @@ REFUSED: list[tuple[list[str], Exit]] = [
 RUN_ALL = """
 import json, sys
 from noloco_node.__main__ import main
-from noloco_node.swarm.invite import SCHEME
 codes = []
 for words in json.load(sys.stdin):
     sys.argv = ["noloco-node", *words]

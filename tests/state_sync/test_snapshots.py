@@ -341,6 +341,30 @@ async def test_a_stage_that_died_is_served_though_a_stranger_keeps_another_one_b
     assert any("reviving stage 2 from a snapshot" in line for line in back.said)
 
 
+async def test_a_peer_that_left_a_stage_twice_offers_what_it_left_last_and_nothing_of_its_own() -> None:
+    hub, shapes, lying = SimNetwork(), ((2,),), list[Checkpoint]()
+    other = hub.network("other")
+
+    async def beside(work: Any, *arguments: Any) -> Any:
+        return work(*arguments)
+
+    async def answer(value: Any) -> Any:
+        return value
+
+    archive = SimpleNamespace(
+        set_aside=lambda own: answer(None), stages=lambda: answer((0, 1)), slow=lambda stage: answer(lying[-1])
+    )
+    device: Any = SimpleNamespace(beside=beside)
+    places = (hub.network("keeper"), device, archive, [shapes, shapes], lambda size: 60.0, lambda number: False)
+    server = snapshot_keeper.SnapshotServer(*places)  # type: ignore[arg-type]
+    for round in (5, 9):
+        lying.append(Checkpoint(counters(round=round, stage=1), {"slow": (torch.ones(2),)}))
+        await server.begin(own=0)
+        told = await ask_manifests(other, ["keeper"], WeightsOf(1, shapes, SNAPSHOT))
+        assert told.manifests["keeper"].round == round
+    assert not (await ask_manifests(other, ["keeper"], WeightsOf(0, shapes, SNAPSHOT))).manifests
+
+
 async def test_what_a_stranger_asks_for_is_bounded() -> None:
     """Of the stages that live one at a time is served, and nobody gets more than slow weights."""
     hub, what, store = SimNetwork(), recipe(stages=3, replicas=1, steps=4000, per_round=3), Memory()

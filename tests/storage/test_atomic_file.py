@@ -161,6 +161,12 @@ def test_a_tensor_lies_within_its_file_or_the_header_is_refused(
         atomic_file.check_tensors(path)
 
 
+def test_a_file_without_a_checksum_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "any.safetensors").write_bytes(safetensors(b"{}"))
+    with pytest.raises(ValueError, match="no checksum"):
+        atomic_file.check_tensors(tmp_path / "any.safetensors")
+
+
 def test_a_disk_that_refuses_a_small_file_is_named_to_the_owner(tmp_path: Path) -> None:
     path = tmp_path / "nowhere" / "file"
     with pytest.raises(UserError, match="cannot write") as caught:

@@ -46,7 +46,7 @@ def test_a_directory_with_other_things_stays_open_and_what_is_written_there_is_n
     tmp_path.chmod(0o755)
     (tmp_path / "photos").mkdir()
     with Home.open(tmp_path) as home:
-        atomic_file.write(home.invite, b"noloco2:...")
+        atomic_file.write(home.invite, b"noloco6:...")
         assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
         assert stat.S_IMODE(home.invite.stat().st_mode) == 0o600
 
