@@ -8,8 +8,8 @@ steps a source. One replica is hostile, of four of its stage, or `--liars` of `-
 of the honest replicas' slow weights, on text that nobody trains on. Beside it stand the meetings and microbatches that
 honest peers clipped and refused, what spot checks found and of whom, and the calls that they took (each is half of a
 microbatch's work here). `--undefended` also shows each row with the bounds out of reach, `--share 0` without spot
-checks, `--slowness 1 1.3 2.6 5.9` on unequal machines, whose honest weights lie farther apart. The row `absent` shows
-what it costs that the hostile replicas are not there.
+checks and offsets, `--slowness 1 1.3 2.6 5.9` on unequal machines, whose honest weights lie farther apart. The row
+`absent` shows what it costs that the hostile replicas are not there.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ from noloco_node.state_sync.replica_mean import mean_of
 from pipeline.activation_codec import SizeBound
 from pipeline.inner_step import StepReport
 from pipeline.messages import Gradient
-from pipeline.spot_checks import Offsets
 from pipeline.stage import Stage
 from tests.explorer.attack_kinds import ScaledSteps, first_weights, gradients, like, weights
 from tests.explorer.attacks import Attack, TamperedStage, boast
@@ -309,9 +308,8 @@ ROWS = (
 
 @contextmanager
 def out_of_reach() -> Iterator[None]:
-    """Let everything count that the codecs let through, and accuse no replica of an offset."""
+    """Let everything count that the codecs let through."""
     with (
-        mock.patch.object(Offsets, "note", return_value=None),
         mock.patch.object(InfluenceBound, "share", return_value=1.0),
         mock.patch.object(SizeBound, "bounded", lambda bound, peer, wire, *_: wire),
     ):
