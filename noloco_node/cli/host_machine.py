@@ -136,8 +136,10 @@ class StageHost(HostDisk):
 
     def free_bytes(self, given_back: int = 0) -> int:
         memory.trim()
-        free, most = memory.free_bytes(self._torch_device) + given_back, self._options.most_memory_bytes
-        return free if most is None else min(free, most)
+        bounds = [memory.free_bytes(self._torch_device) + given_back, self._options.most_memory_bytes]
+        if DEVICE_TYPES[self._torch_device.type].shares_memory:
+            bounds.append(self._options.most_ram_bytes)
+        return min(bound for bound in bounds if bound is not None)
 
     def free_beside_bytes(self, given_back: int = 0) -> int:
         free, most = memory.machine_free_bytes() + given_back, self._options.most_ram_bytes

@@ -262,7 +262,8 @@ class JoinOptions:
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Most main memory that the run may take beside a GPU, such as 24GB.",
+            help="Most main memory that the run may take, such as 24GB: beside a GPU, and on a CPU or an Apple "
+            "processor in all.",
             show_default="all that is free",
         ),
     ] = None

@@ -52,3 +52,7 @@ def test_a_stage_takes_what_is_free_beside_a_gpu_and_no_more_than_its_owner_allo
     monkeypatch.setattr(memory, "machine_free_bytes", lambda: 40)
     host: Any = SimpleNamespace(_options=JoinOptions(max_ram=most))
     assert StageHost.free_beside_bytes(host, 10) == free
+    for device, bound in (("cpu", free), ("mps", free), ("cuda", 50)):
+        monkeypatch.setattr(memory, "free_bytes", lambda _: 40)
+        host._torch_device = torch.device(device)
+        assert StageHost.free_bytes(host, 10) == bound

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from noloco_node.libp2p.record_checks import place_of
+from noloco_node.libp2p.record_holders import DOUBTED_S
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim import clock
 from noloco_node.swarm import membership, shards
@@ -52,6 +53,10 @@ WARM_S, FAULTS_S = 400.0, 600.0
 SETTLED_S = 2 * READ_S + 4 * RENEWED_S + CLOCK_ERROR_S
 """Without a fault, until rosters must be right: two of the longest pauses between readings, and twice the time for
 which a record is believed, as the DHT may show the last record of the dead late; it keeps it so much longer.
+"""
+DOUBTS_S = 2 * DOUBTED_S
+"""So much longer once holders have lied: peers that doubt a node write elsewhere after its last lie, and until they
+write there again, others doubt it for what it lacks. Seed 380 has such a doubt six minutes after the lie.
 """
 STEADY_S = 2 * READ_S + 2 * RENEWED_S
 """Since a member has chosen the depth by which it divides the stage, until it must know others, and they it."""
@@ -177,7 +182,8 @@ class SampleSwarm:
                     group.create_task(self._join_later(self.rng.uniform(0.0, RENEWED_S)))
                 for fault in self.schedule.faults:
                     group.create_task(self._strike(fault))
-            await asyncio.sleep(SETTLED_S)
+            lied = any(fault.kind == "holders lie" for fault in self.schedule.faults)
+            await asyncio.sleep(SETTLED_S + DOUBTS_S * lied)
             await self.checker.check_settled()
         finally:
             tasks = [looks, *(member.task for member in self.members.values())]
