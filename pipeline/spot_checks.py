@@ -29,7 +29,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -68,9 +69,9 @@ DOUBT_S = 600.0
 FIRST_CHECKS = 24.0
 """Calls that a sender may spend on checks before it knows any replica; it is also the most that it saves."""
 KEPT = 6.0
-"""Calls of it that are kept for replicas that are suspected or have not agreed yet."""
+"""Calls of it that are kept for replicas that are suspected, and at first for those that have not agreed yet."""
 FULL_CHECK = 4.0
-"""Calls of a check at most."""
+"""Calls of a check at most. They are set aside while it lasts."""
 DRAWN = 1 / 4
 """The chance of a microbatch to be checked while the budget allows it."""
 
@@ -111,6 +112,7 @@ class CheckBudget:
     def __init__(self, rate: float) -> None:
         self._rate = rate
         self._left = FIRST_CHECKS if rate > 0.0 else 0.0
+        self._spent = 0
 
     def earn(self) -> None:
         """Count a call that was no check."""
@@ -119,12 +121,25 @@ class CheckBudget:
     def spend(self) -> None:
         """Count a call of a check."""
         self._left -= 1.0
+        self._spent += 1
 
-    def allows(self, *, suspected: bool, drawn: float) -> bool:
-        """Say whether a microbatch is to be checked; `drawn`: by chance, from 0 to 1."""
-        if suspected:
-            return self._left >= FULL_CHECK
-        return self._left >= FULL_CHECK + KEPT and drawn < DRAWN
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Set the calls of a check aside, lest those that run at the same time spend them."""
+        self._left -= FULL_CHECK
+        try:
+            yield
+        finally:
+            self._left += FULL_CHECK
+
+    def allows(self, *, suspected: bool, is_new: bool, drawn: float) -> bool:
+        """Say whether a microbatch is to be checked. `is_new`: its replica has not agreed; `drawn`: from 0 to 1.
+
+        Replicas that come later are checked out of what is not kept: with many of them nothing would be left for
+        draws, by which those are found that begin to lie late.
+        """
+        is_kept = suspected or (is_new and self._spent < FIRST_CHECKS)
+        return self._left >= FULL_CHECK + KEPT * (not is_kept) and (suspected or is_new or drawn < DRAWN)
 
 
 class _Record(NamedTuple):
@@ -406,7 +421,7 @@ class SpotChecks:
         # At once: behind an outer step each gradient would wait for seconds, and the mean takes milliseconds.
         self._note(self._verdicts.watch(peer, self._mean(reply), self._working(), now_s()))
         if peer in self._verdicts.quarantined or not self._budget.allows(
-            suspected=not agreed or self._verdicts.suspects(peer), drawn=self._rng.random()
+            suspected=self._verdicts.suspects(peer), is_new=not agreed, drawn=self._rng.random()
         ):
             return reply
         others = [hop.peer for hop in self.hops() if hop.peer in self._answered and hop.peer != peer]
@@ -417,7 +432,8 @@ class SpotChecks:
         try:
             # Time is left for the way up, or a check would lose what it was to protect.
             async with asyncio.timeout_at((now_s() + deadline_s) / 2):
-                return await self._checked(peer, reply, microbatch, others)
+                with self._budget.set_aside():
+                    return await self._checked(peer, reply, microbatch, others)
         except TimeoutError:
             self._counts["too_late"] += 1
             return reply
@@ -446,20 +462,23 @@ class SpotChecks:
                 # Three of which none is odd are honest; an odd one needs three that are alike, if there are so many.
                 decided = bool(majority.odd) == (len(answers) > LEAST_REPLICAS)
                 if decided or len(answers) == 1 + len(others):
-                    return self._judged(peer, answers, apart, majority.alike)
+                    return self._judged(peer, answers, apart, majority)
         return reply
 
     def _judged(
-        self, peer: str, answers: dict[str, Gradient], apart: dict[tuple[str, str], float], alike: Sequence[str]
+        self, peer: str, answers: dict[str, Gradient], apart: dict[tuple[str, str], float], majority: Majority
     ) -> Gradient:
         verdicts = self._verdicts.judge(apart, self._working(), now_s())
         self._note(verdicts)
         reply, struck = answers[peer], {each.peer for each in verdicts if each.finding is CheckFinding.STRUCK}
         if struck:
-            self._answered |= dict.fromkeys(struck, False) | dict.fromkeys(alike, True)
+            self._answered |= dict.fromkeys(struck, False) | dict.fromkeys(majority.alike, True)
+        elif majority.near == 0.0 and not majority.odd:
+            # At a run's start weights are equal, and no distance is known by which two could agree.
+            self._answered |= dict.fromkeys(answers, True)
         if peer not in struck:
             return reply
-        believed = answers[alike[0]]
+        believed = answers[majority.alike[0]]
         # The receipt still goes to the peer that computed the loss for the first.
         return replace(reply, hidden=believed.hidden, loss=believed.loss)
 

@@ -66,7 +66,7 @@ def divided(options: JoinOptions, names: list[str], free_ram: int) -> list[JoinO
         options,
         devices=None,
         threads=options.threads or max(1, cores() // number),
-        max_ram=f"{(options.most_ram_bytes or free_ram) // number}B",
+        max_ram=f"{min(options.most_ram_bytes or free_ram, free_ram) // number}B",
         max_disk=None if options.most_disk_bytes is None else f"{options.most_disk_bytes // number}B",
         max_upload=None if upload is None else f"{upload / number:.0f}B/s",
         max_download=None if download is None else f"{download / number:.0f}B/s",

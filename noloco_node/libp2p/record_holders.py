@@ -11,10 +11,12 @@ So that honest nodes have the records, the first publication and every twelfth g
 reading asks all nodes that a record is stored with, and as many of the others, the farthest of them: all of the others
 have the same records, and a liar would place itself near. Every twelfth reading asks one of the others besides.
 
-Nodes come and go. Every few minutes one of these nodes is asked to name its neighbours. One of them that is nearer to
-the key than a node that records are stored with is a candidate: it is asked beside the next reading, and takes its
-place once it answers. This costs a tenth of a search, which is needed every two hours then. A node that named several
-others which are silent is not believed until the next search (`node_search` has the same rule).
+Nodes come and go. Every few minutes one of these nodes, another each time, is asked to name its neighbours. One of them
+that is nearer to the key than a node that records are stored with is a candidate, as any is while fewer than `SEARCHED`
+are known: it is asked beside the next reading, and takes its place once it answers. This costs a tenth of a search,
+which is needed every two hours then, or after five minutes where a third of the nodes have gone: else liars that stay
+would be the last ones known. A node that named several others which are silent is not believed until the next search
+(`node_search` has the same rule).
 """
 
 from __future__ import annotations
@@ -107,17 +109,20 @@ class Holders:
         return now_s - max(self._searched_s, self._heard_s) > SEARCH_S - self._pause_s and bool(self._nearest)
 
     def next_teller(self, now_s: float) -> PeerId:
-        """Return the node to ask for its neighbours: one with which records are stored, another each time."""
+        """Return the node to ask for its neighbours, another each time: liars would place themselves near."""
         self._hearings += 1
-        return _turned(self.order(now_s)[:WRITTEN], self._hearings)[0]
+        return _turned(self.order(now_s), self._hearings)[0]
 
     def note_named(self, teller: PeerId, named: Sequence[PeerId], now_s: float) -> None:
-        """Note the peers that a node names as near. Those that are nearer than where we write are to be asked."""
+        """Note the peers that a node names as near. Those that are nearer than where we write are to be asked.
+
+        While fewer than `SEARCHED` are known, farther ones are, too.
+        """
         if self._wrong[teller] >= max(MOST_WRONG, self._right[teller]):
             return
         self._heard_s = now_s
         written = self.order(now_s)[:WRITTEN]
-        within = self._distance(written[-1]) if len(written) == WRITTEN else math.inf
+        within = self._distance(written[-1]) if len(self._nearest) >= SEARCHED else math.inf
         for peer in named[:MOST_NAMED]:
             if peer not in self._nearest and not self._is_doubted(peer, now_s) and self._distance(peer) < within:
                 self._candidates.setdefault(peer, teller)
@@ -137,6 +142,7 @@ class Holders:
         if teller is not None:
             self._wrong[teller] += 1
         self._nearest = tuple(other for other in self._nearest if other != peer)
+        self._in_doubt |= 3 * len(self._nearest) <= 2 * SEARCHED
         self._doubt(peer, now_s, SILENT_S)
 
     def _use(self, now_s: float) -> None:

@@ -192,23 +192,44 @@ def peers_of(names: str) -> list[Any]:
 
 @given(st.sets(st.sampled_from("abcdefghijkl")), st.booleans())
 def test_a_nearer_node_that_is_named_takes_its_place_once_it_answers(named: set[str], answers: bool) -> None:
-    holders = holders_of("dgj")
+    known = "dgjmnopqrstu"
+    holders = holders_of(known)
     holders.next_reading(0.0)
     holders.note_named(*peers_of("g"), peers_of("".join(sorted(named))), 1.0)
     nearer = sorted(named - set("dgj"))
     nearer = [name for name in nearer if name < "j"][:WRITTEN]
     first, *rest = holders.next_reading(2.0)
     assert first == ["g", *nearer]
-    assert sorted(peer for group in rest for peer in group) == ["d", "j"]  # type: ignore[comparison-overlap]
-    assert holders.next_writing(2.0)[0] == sorted([*"dgj", *nearer])
+    assert sorted(peer for group in rest for peer in group) == ["d", *known[2:]]  # type: ignore[comparison-overlap]
+    assert holders.next_writing(2.0)[0] == sorted([*known, *nearer])
     for name in peers_of("".join(nearer)):
         if answers:
             holders.note_answer(name)
         else:
             holders.note_silence(name, 3.0)
-    assert holders.order(3.0) == sorted([*"dgj", *(nearer if answers else [])])
+    expected = sorted([*known, *(nearer if answers else [])])[:SEARCHED]
+    assert holders.order(3.0) == expected
     holders.note_named(*peers_of("g"), peers_of("".join(nearer)), 4.0)
-    assert holders.order(4.0) == sorted([*"dgj", *(nearer if answers else [])])
+    assert holders.order(4.0) == expected
+
+
+def test_nodes_that_stay_do_not_become_the_only_ones_as_others_go() -> None:
+    """Others take the places of those that have gone, or a search is due."""
+    holders = holders_of("abcmnopqrstu")
+    for name in peers_of("mn"):
+        holders.note_silence(name, 1.0)
+    holders.next_reading(2.0)
+    holders.note_named(*peers_of("a"), peers_of("xyz"), 2.0)
+    assert holders.next_reading(3.0)[0][1:] == ["x", "y", "z"]  # type: ignore[comparison-overlap]
+    for name in peers_of("xy"):
+        holders.note_answer(name)
+    assert len(holders.order(4.0)) == SEARCHED
+    assert not holders.is_search_due(SEARCH_S + 1.0, 12)
+    for name in peers_of("opqr"):
+        holders.note_silence(name, 5.0)
+    assert not holders.is_search_due(6.0, 12)
+    assert holders.is_search_due(SEARCH_S + 1.0, 12)
+    assert {holders.next_teller(float(second)) for second in range(40, 48)} == set(holders.order(48.0))
 
 
 def test_a_node_that_names_silent_ones_is_not_believed_until_the_next_search() -> None:

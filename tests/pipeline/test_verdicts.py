@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from itertools import combinations
 from random import Random
 
@@ -230,16 +231,39 @@ def test_a_budget_is_kept_and_some_of_it_is_for_suspects() -> None:
         budget, rng, spent = CheckBudget(rate), Random(5), 0
         for _ in range(10_000):
             budget.earn()
-            if budget.allows(suspected=rng.random() < 0.5, drawn=rng.random()):
+            if budget.allows(suspected=rng.random() < 0.5, is_new=rng.random() < 0.1, drawn=rng.random()):
                 for _ in range(rng.choice((1, 2))):
                     budget.spend()
                     spent += 1
         assert spent <= (FIRST_CHECKS + 10_000 * rate if rate else 0)
         assert spent >= 0.9 * 10_000 * rate
     budget = CheckBudget(0.001)
-    while budget.allows(suspected=False, drawn=0.0):
+    while budget.allows(suspected=False, is_new=False, drawn=0.0):
         budget.spend()
-    assert budget.allows(suspected=True, drawn=1.0)
+    assert budget.allows(suspected=True, is_new=False, drawn=1.0)
+
+
+def test_newcomers_leave_half_of_the_checks_to_draws_once_the_first_calls_are_spent() -> None:
+    budget, rng, checked = CheckBudget(0.04), Random(5), Counter[bool]()
+    for _ in range(20_000):
+        budget.earn()
+        is_new = rng.random() < 1 / 8
+        if budget.allows(suspected=False, is_new=is_new, drawn=rng.random()):
+            checked[is_new] += 1
+            budget.spend()
+    assert checked[False] > checked[True] > 0
+
+
+@pytest.mark.parametrize("under_way", [1, 5, 64])
+def test_checks_that_run_at_the_same_time_spend_no_more_than_there_is(under_way: int) -> None:
+    with ExitStack() as checks:
+        budget, begun = CheckBudget(0.04), 0
+        for _ in range(under_way):
+            if budget.allows(suspected=True, is_new=False, drawn=1.0):
+                checks.enter_context(budget.set_aside())
+                begun += 1
+    assert begun == min(under_way, FIRST_CHECKS // FULL_CHECK)
+    assert budget.allows(suspected=False, is_new=False, drawn=0.0), "what was not spent is there again"
 
 
 @pytest.mark.parametrize(("spent", "checks", "of_suspects"), [(0, 4, 2), (2, 4, 1), (3, 3, 2)])
@@ -250,7 +274,7 @@ def test_a_full_check_never_overdraws_and_one_at_least_is_kept_for_suspects(
     for _ in range(spent):
         budget.spend()
     for suspected in (False, True):
-        while budget.allows(suspected=suspected, drawn=0.0):
+        while budget.allows(suspected=suspected, is_new=False, drawn=0.0):
             made[suspected] += 1
             for _ in range(round(FULL_CHECK)):
                 budget.spend()
