@@ -79,6 +79,10 @@ READ_KB, WRITTEN_KB, SEARCH_KB = 1.3, 4.25, 16.4
 """Measured with twelve daemons: a reading of one holder without its records, a publication (4.1 of a brief record, of
 the eighth that is whole 5.1), and a search for holders.
 """
+SEARCHES_A_LIFE, SEARCHES = 0.75, 3.0
+"""Searches beside the first one, in a life of nodes and in `LONGEST_SEARCH_S`: what `Holders` of a place alone ask for
+whose nodes go, one in 10, 30 and 200 minutes (scratch; research/log.md).
+"""
 ID = "12D3KooWQYV9dGMFoRzNStwpXztXaBUjtPqi6aU76ZgUriHhKust"
 USUAL = PeerRecord(
     peer=ID,
@@ -423,10 +427,11 @@ class Stage:
     def _search_kb(self, uses: list[tuple[float, float]]) -> float:
         """Return what it costs a second to know the nodes near a key that is used so.
 
-        One search in a peer's life and seldom another, an answer with neighbours every few minutes, and one answer of
-        each node that comes near the key; of those as many as records are stored with at a use, at most.
+        One search in a peer's life and others as nodes go (`SEARCHES_A_LIFE`), an answer with neighbours every few
+        minutes, and one answer of each node that comes near the key; of those as many as records are stored with at a
+        use, at most.
         """
-        found = SEARCH_KB * (1.0 / self.life_s + 1.0 / LONGEST_SEARCH_S)
+        found = SEARCH_KB * ((1.0 + SEARCHES_A_LIFE) / self.life_s + SEARCHES / LONGEST_SEARCH_S)
         for pause, rate in uses:
             named = min(1.0, pause / (SEARCH_S - min(pause, SEARCH_S - 1.0)))
             comes = min(WRITTEN, WRITTEN * self.churn / 6000.0 * pause)
