@@ -210,7 +210,7 @@ async def kill_many(directory: Path, *, kills: int, megabytes: float, seed: int)
             if finished:
                 assert lines[-1]["is"] == fingerprint(present["state"]), "the copy is another one"
                 copies, before = copies + 1, 0
-                shutil.rmtree(directory / "run-0", ignore_errors=True)
+                shutil.rmtree(directory / "stage-0", ignore_errors=True)
                 present["state"] = state_of(seed + 1000 + copies, shapes)
     fetched = donor.statistics()["bytes"] / (4 * section_bytes)
     return Told(killed, resumed, copies, fetched, time.monotonic() - begun_s)
