@@ -79,9 +79,9 @@ READ_KB, WRITTEN_KB, SEARCH_KB = 1.3, 4.25, 16.4
 """Measured with twelve daemons: a reading of one holder without its records, a publication (4.1 of a brief record, of
 the eighth that is whole 5.1), and a search for holders.
 """
-SEARCHES_A_LIFE, SEARCHES = 0.75, 3.0
-"""Searches beside the first one, in a life of nodes and in `LONGEST_SEARCH_S`: what `Holders` of a place alone ask for
-whose nodes go, one in 10, 30 and 200 minutes (scratch; research/log.md).
+SEARCHES_A_LIFE, SEARCHES = 0.9, 1.2
+"""Searches beside the first one, in a life of nodes and in `LONGEST_SEARCH_S`: a line through what
+`benchmarks.scale.known_nodes --liars 0` prints.
 """
 ID = "12D3KooWQYV9dGMFoRzNStwpXztXaBUjtPqi6aU76ZgUriHhKust"
 USUAL = PeerRecord(

@@ -178,10 +178,7 @@ class TicketService:
     def _open_refusal(self, conversation: Conversation, request: TicketRequest, unix_s: float) -> str:
         """Say why an open run gives a peer no ticket, empty where it gives one."""
         run, peer = self._state.run, conversation.peer
-        worked = (
-            is_work(run, peer, request.nonce) if request.trains else is_work(run, peer, request.nonce, bits=LOOK_BITS)
-        )
-        if not worked:
+        if not is_work(run, peer, request.nonce, WORK_BITS if request.trains else LOOK_BITS):
             return "the work for a ticket was not done"
         right, quota = (Right.TRAIN, self._quota) if request.trains else (Right.LOOK, self._looks)
         if right in self._state.rights(peer) or quota.take(prefix_of(conversation.origin), unix_s):
@@ -196,7 +193,7 @@ class TicketService:
             return b"", str(error)
 
 
-def is_work(run: str, peer: str, nonce: int, bits: int = WORK_BITS) -> bool:
+def is_work(run: str, peer: str, nonce: int, bits: int) -> bool:
     return 0 <= nonce < 2**64 and _value(_begun(run, peer), nonce) < 2 ** (64 - bits)
 
 

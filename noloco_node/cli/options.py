@@ -386,7 +386,7 @@ class JoinOptions:
 
     @cached_property
     def most_ram_bytes(self) -> int | None:
-        """The bytes of main memory that the run may use beside a GPU; None is all that is free."""
+        """The bytes of main memory that the run may use; None is all that is free."""
         return None if self.max_ram is None else read_size(self.max_ram, "--max-ram")
 
     @cached_property

@@ -81,11 +81,8 @@ async def export(
     records = [record for number in range(len(found)) for record in roster.stage(number)]
     evaluations = evaluations_of(homes, recipe.digest, [each.evaluation for each in records if each.evaluation])
     writer = _Writer(out, recipe, layout, data, wanted, base, evaluations)
-    lying = [
-        [*parts.replicas(number, ()), *(parts.replicas(number, (), are_snapshots=True) if stage.kept_by else ())]
-        for number, stage in enumerate(found)
-    ]
-    lying = [newest([*filed, *each], number) for number, each in enumerate(lying)]
+    snapshots = [parts.replicas(n, (), are_snapshots=True) if stage.kept_by else [] for n, stage in enumerate(found)]
+    lying = [newest([*filed, *parts.replicas(n, ()), *snapshots[n]], n) for n in range(len(found))]
     done = await asyncio.to_thread(writer.write_best, found, lying)
     parts.remove()
     return done

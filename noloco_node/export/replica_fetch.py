@@ -25,14 +25,7 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE
 from noloco_node.state_sync.download import SNAPSHOT, WeightsOf, ask_manifests, copying_s
 from noloco_node.state_sync.snapshot_keeper import snapshot_of
-from noloco_node.state_sync.starting_state import (
-    AGAIN_S,
-    asked_of,
-    asks_again,
-    donors,
-    reached,
-    verify_snapshot,
-)
+from noloco_node.state_sync.starting_state import AGAIN_S, asked_of, asks_again, donors, reached, verify_snapshot
 from noloco_node.state_sync.weight_exchange import TOKENIZER_TOPIC, WeightDownload
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.storage.home import HomePaths
@@ -163,11 +156,9 @@ async def fetch_snapshots(
             except ConnectionError as error:
                 refused.add(peer)
                 say(f"left out: {error}")
-        if came:
-            return [*came, *here.values()]
-        if not asks_again(busy > 0, own is not None or bool(here), attempt):
-            if here:
-                return [*here.values()]
+        if came or not asks_again(busy > 0, own is not None or bool(here), attempt):
+            if came or here:
+                return [*came, *here.values()]
             tries = f"of {len(asked)} peers that were asked for a snapshot {len(offered)} offered one, {busy} were busy"
             return _lost(recipe, roster, number, tries, any_came=bool(offered or busy))
         if busy and attempt == 0:

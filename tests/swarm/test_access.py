@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -127,7 +126,7 @@ def little_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return work(run_id, peer, bits=4)
 
     monkeypatch.setattr(access.asyncio, "to_thread", here)
-    monkeypatch.setattr(ticket_service, "is_work", partial(is_work, bits=4))
+    monkeypatch.setattr(ticket_service, "is_work", lambda run, peer, nonce, _: is_work(run, peer, nonce, bits=4))
     return done
 
 

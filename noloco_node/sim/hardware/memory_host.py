@@ -25,7 +25,6 @@ class MemoryStore:
     def __init__(self, present: Callable[[], Checkpoint | None]) -> None:
         self._present = present
         self._aside: dict[int, Checkpoint] = {}
-        self._snapshots: dict[int, Checkpoint] = {}
 
     async def served(self) -> int | None:
         present = self._present()
@@ -47,13 +46,13 @@ class MemoryStore:
             self._aside[present.counters.stage] = present
 
     async def keep(self, snapshot: Checkpoint) -> None:
-        self._snapshots[snapshot.counters.stage] = snapshot
+        raise OSError("a simulated disk keeps no snapshots")
 
     async def stages(self) -> tuple[int, ...]:
-        return tuple(sorted(self._aside | self._snapshots))
+        return tuple(sorted(self._aside))
 
     async def slow(self, stage: int) -> Checkpoint | None:
-        kept = self._snapshots.get(stage, self._aside.get(stage))
+        kept = self._aside.get(stage)
         return None if kept is None else Checkpoint(kept.counters, {"slow": kept.tensors["slow"]})
 
 
