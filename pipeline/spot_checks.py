@@ -69,7 +69,8 @@ DOUBT_S = 600.0
 FIRST_CHECKS = 24.0
 """Calls that a sender may spend on checks before it knows any replica; it is also the most that it saves."""
 KEPT = 6.0
-"""Calls of it that are kept for replicas that are suspected, and at first for those that have not agreed yet."""
+"""Calls of it that are kept for replicas that are suspected, and at first for those that have not agreed yet. As many
+at most are for draws alone."""
 FULL_CHECK = 4.0
 """Calls of a check at most. They are set aside while it lasts."""
 DRAWN = 1 / 4
@@ -107,39 +108,47 @@ class Verdict(NamedTuple):
 
 
 class CheckBudget:
-    """How many calls go into checks: `rate` of those that are made, and FIRST_CHECKS at the beginning."""
+    """How many calls go into checks: `rate` of those that are made, and FIRST_CHECKS at the beginning.
+
+    Half of the rate, up to KEPT, is for draws alone. Otherwise one replica whose answers never agree would take all
+    checks, and nobody would find the replicas that begin to lie late.
+    """
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
         self._left = FIRST_CHECKS if rate > 0.0 else 0.0
+        self._for_draws = 0.0
+        """What only draws may spend of it."""
         self._spent = 0
 
     def earn(self) -> None:
         """Count a call that was no check."""
         self._left = min(max(FIRST_CHECKS, self._left), self._left + self._rate)
-
-    def spend(self) -> None:
-        """Count a call of a check."""
-        self._left -= 1.0
-        self._spent += 1
+        self._for_draws = min(KEPT, self._for_draws + self._rate / 2.0)
 
     @contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Set the calls of a check aside, lest those that run at the same time spend them."""
+    def check(self, *, is_draw: bool) -> Iterator[list[str]]:
+        """Set the calls of a check aside, lest others at the same time spend them; yield a list for those it makes."""
+        calls: list[str] = []
+        for_draws = min(FULL_CHECK, self._for_draws) if is_draw else 0.0
         self._left -= FULL_CHECK
+        self._for_draws -= for_draws
         try:
-            yield
+            yield calls
         finally:
-            self._left += FULL_CHECK
+            self._left += FULL_CHECK - len(calls)
+            self._for_draws += max(0.0, for_draws - len(calls))
+            self._spent += len(calls)
 
     def allows(self, *, suspected: bool, is_new: bool, drawn: float) -> bool:
         """Say whether a microbatch is to be checked. `is_new`: its replica has not agreed; `drawn`: from 0 to 1.
 
-        Replicas that come later are checked out of what is not kept: with many of them nothing would be left for
-        draws, by which those are found that begin to lie late.
+        Replicas that come later are checked out of what is not kept for suspects.
         """
-        is_kept = suspected or (is_new and self._spent < FIRST_CHECKS)
-        return self._left >= FULL_CHECK + KEPT * (not is_kept) and (suspected or is_new or drawn < DRAWN)
+        if not suspected and not is_new:
+            return drawn < DRAWN and (self._left >= FULL_CHECK + KEPT or self._for_draws >= FULL_CHECK)
+        is_kept = suspected or self._spent < FIRST_CHECKS
+        return self._left - self._for_draws >= FULL_CHECK + KEPT * (not is_kept)
 
 
 class _Record(NamedTuple):
@@ -420,8 +429,9 @@ class SpotChecks:
         self._budget.earn()
         # At once: behind an outer step each gradient would wait for seconds, and the mean takes milliseconds.
         self._note(self._verdicts.watch(peer, self._mean(reply), self._working(), now_s()))
+        suspected, drawn = self._verdicts.suspects(peer), self._rng.random()
         if peer in self._verdicts.quarantined or not self._budget.allows(
-            suspected=self._verdicts.suspects(peer), is_new=not agreed, drawn=self._rng.random()
+            suspected=suspected, is_new=not agreed, drawn=drawn
         ):
             return reply
         others = [hop.peer for hop in self.hops() if hop.peer in self._answered and hop.peer != peer]
@@ -432,8 +442,8 @@ class SpotChecks:
         try:
             # Time is left for the way up, or a check would lose what it was to protect.
             async with asyncio.timeout_at((now_s() + deadline_s) / 2):
-                with self._budget.set_aside():
-                    return await self._checked(peer, reply, microbatch, others)
+                with self._budget.check(is_draw=agreed and not suspected) as calls:
+                    return await self._checked(peer, reply, microbatch, others, calls)
         except TimeoutError:
             self._counts["too_late"] += 1
             return reply
@@ -443,10 +453,13 @@ class SpotChecks:
         names = ("calls", "agreed", "too_late", *CheckFinding)
         return {str(name): self._counts[name] for name in names}
 
-    async def _checked(self, peer: str, reply: Gradient, microbatch: Microbatch, others: Sequence[str]) -> Gradient:
-        """Ask other replicas too; return the gradient to use for the microbatch."""
+    async def _checked(
+        self, peer: str, reply: Gradient, microbatch: Microbatch, others: Sequence[str], calls: list[str]
+    ) -> Gradient:
+        """Ask other replicas too, and note them in `calls`; return the gradient to use for the microbatch."""
         answers, apart = {peer: reply}, dict[tuple[str, str], float]()
         for other in others[:MOST_ASKED]:
+            calls.append(other)
             answer = await self._ask(other, microbatch)
             if answer is None:
                 continue
@@ -483,7 +496,6 @@ class SpotChecks:
         return replace(reply, hidden=believed.hidden, loss=believed.loss)
 
     async def _ask(self, peer: str, microbatch: Microbatch) -> Gradient | None:
-        self._budget.spend()
         self._counts["calls"] += 1
         try:
             reply = await self._ways.call(peer, microbatch)
