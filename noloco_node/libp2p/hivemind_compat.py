@@ -302,6 +302,7 @@ class DhtNode:
         protocol, enter = self._node.protocol, self._node.protocol.update_routing_table
 
         async def checked(node_id: Any, peer_id: PeerId, responded: bool = True) -> None:
+            _CALLEE.set("")  # this is a task of hivemind, which may ask other peers by itself
             if responded and node_id not in (None, self._id_of(peer_id)):
                 self._refused[peer_id] = None
                 if len(self._refused) > _MOST_REFUSED:

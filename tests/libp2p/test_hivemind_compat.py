@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from noloco_node.admission.admission_state import AdmissionState, HeldTicket
 from noloco_node.admission.ticket import MEMBER, Right, encode, encode_list, grant, peer_of, signed_list
 from noloco_node.libp2p.hivemind_compat import (
+    _CALLEE,
     _KNOWN,
     _PLACE_BYTES,
     CallRules,
@@ -394,6 +395,23 @@ def test_in_a_run_with_an_owner_an_answer_counts_by_the_ticket_that_the_callee_s
     assert asyncio.run(told()) == (is_known or shown == "train", not is_known and shown != "none")
     if shown == "train":
         assert asyncio.run(told()) == (True, False)
+
+
+def test_what_hivemind_asks_by_itself_after_an_answer_is_not_taken_for_a_question_to_the_same_peer() -> None:
+    nodes, callees = Neighbourhood([some_peer(Random(number)) for number in range(2)]), []
+
+    async def enter(*_: Any) -> None:
+        callees.append(_CALLEE.get())
+
+    async def main() -> None:
+        nodes.protocol.update_routing_table = enter
+        nodes.node.check_ids()
+        with _calling(nodes.peers[1]):
+            await asyncio.create_task(nodes.protocol.update_routing_table(id_of(nodes.peers[1]), nodes.peers[1]))
+            callees.append(_CALLEE.get())
+
+    asyncio.run(main())
+    assert callees == ["", nodes.peers[1].to_base58()]
 
 
 @pytest.mark.parametrize("keys", [0, 1, 2, 100])
