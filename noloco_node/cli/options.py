@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from noloco_node.errors import config_error, usage_error
+from noloco_node.errors import config_error, reason_of, usage_error
 from noloco_node.limits.budget import OwnerLimits, read_owner_limits, read_size
 from noloco_node.observe.curves import CurveFormat, read_formats
 from noloco_node.run.config import MOST_SLOWDOWN
@@ -58,7 +58,7 @@ def invite_text(given: str | None) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         what = f"The invite cannot be read from {'the standard input' if typed else given}."
         hint = "give a file that holds the line which `noloco-node bootstrap` printed, or the line itself"
-        raise config_error(what, str(error), hint) from error
+        raise config_error(what, reason_of(error), hint) from error
 
 
 def directory_there(given: Path | None) -> Path | None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
-from noloco_node.errors import storage_error
+from noloco_node.errors import reason_of, storage_error
 from noloco_node.export.model_card import CARD, CURVE, Library, held_out_curve, model_card
 from noloco_node.export.sources import ADAPTER_CONFIG, NOTES, Provenance, check_target
 from noloco_node.run.config import DataConfig, ModelConfig
@@ -154,7 +154,7 @@ def _written_aside(directory: Path) -> Iterator[Path]:
         flush(directory.absolute().parent)
     except (OSError, SafetensorError) as error:
         hint = "free some space, or choose another directory"
-        raise storage_error(f"The checkpoint cannot be written to {directory}.", str(error), hint) from error
+        raise storage_error(f"The checkpoint cannot be written to {directory}.", reason_of(error), hint) from error
 
 
 def _follow_umask(directory: Path) -> None:

@@ -98,7 +98,7 @@ def write_text(path: Path, text: str, *, overwrite: bool) -> None:
     """Write a run file's text to `path`; raise `UserError` if a file is in the way."""
     if not overwrite:
         check_free(path)
-    hint = "a path in a directory that exists and is yours"
+    hint = "free some space, or a path in a directory that exists and is yours"
     with os_errors_as(storage_error, f"{path} cannot be written.", hint):
         atomic_file.write(path, text.encode(), public=True)
 
