@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 TIMES = 6.0
 """Of the usual distance, which is a square: two and a half times the usual difference."""
+WRONG = 0.9
+"""A distance from three that are alike that is wrong whatever is usual: two that have nothing in common are at 1."""
 LEAST_KNOWN, MOST_KNOWN, MOST_COMPARED = 3, 32, 16
 """Distances known before any replica is judged; those remembered of a replica, and of how many replicas."""
 LEAST_REPLICAS = 3
@@ -71,8 +73,8 @@ FIRST_CHECKS = 24.0
 KEPT = 6.0
 """Calls of it that are kept for replicas that are suspected, and at first for those that have not agreed yet. As many
 at most are for draws alone."""
-FULL_CHECK = 4.0
-"""Calls of a check at most. They are set aside while it lasts."""
+FULL_CHECK = 4
+"""Replicas that are asked for a check at most; some are busy. So many calls are set aside while it lasts."""
 DRAWN = 1 / 4
 """The chance of a microbatch to be checked while the budget allows it."""
 
@@ -277,8 +279,10 @@ class Verdicts:
         else:
             # Three that are equally far apart are three honest ones; two that agree may just have met.
             self._note(*sorted(apart.items(), key=lambda item: item[1])[1])
-        usual = self.usual
-        odd = {peer: far for peer, far in majority.odd.items() if majority.near <= TIMES * usual < far}
+        usual, near = self.usual, majority.near
+        # Two that are alike may collude, until a usual distance is known.
+        wrong = WRONG if len(majority.alike) >= LEAST_REPLICAS else math.inf
+        odd = {peer: far for peer, far in majority.odd.items() if near <= TIMES * usual < far or far > wrong}
         if now_s < self._doubts_until_s or not odd:
             return []
         for peer in majority.alike:
@@ -364,8 +368,6 @@ class Verdicts:
 
 MEANS_WEIGHT, MOST_DISTANCE = 6.0, 2.0
 """The weight of the square between the means of two gradients in their distance, and the most that it adds."""
-MOST_ASKED = 4
-"""Replicas that are asked for a check; some are busy."""
 MOST_ANSWERED = 1024
 TINY = 1e-30
 
@@ -458,7 +460,7 @@ class SpotChecks:
     ) -> Gradient:
         """Ask other replicas too, and note them in `calls`; return the gradient to use for the microbatch."""
         answers, apart = {peer: reply}, dict[tuple[str, str], float]()
-        for other in others[:MOST_ASKED]:
+        for other in others[:FULL_CHECK]:
             calls.append(other)
             answer = await self._ask(other, microbatch)
             if answer is None:
@@ -476,6 +478,9 @@ class SpotChecks:
                 decided = bool(majority.odd) == (len(answers) > LEAST_REPLICAS)
                 if decided or len(answers) == 1 + len(others):
                     return self._judged(peer, answers, apart, majority)
+        if apart:
+            # They disagree, and nobody knows which of them is wrong: their next answers are checked, too.
+            self._answered |= dict.fromkeys(answers, False)
         return reply
 
     def _judged(

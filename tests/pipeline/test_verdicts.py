@@ -315,7 +315,7 @@ def test_a_full_check_never_overdraws_and_one_at_least_is_kept_for_suspects(
     for _ in range(spent):
         _checked(budget, 1, 0.0)
     for suspected in (False, True):
-        while _checked(budget, round(FULL_CHECK), 0.0, suspected=suspected):
+        while _checked(budget, FULL_CHECK, 0.0, suspected=suspected):
             made[suspected] += 1
     assert (made[False], made[True]) == (checks, of_suspects)
 
