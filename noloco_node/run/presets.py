@@ -58,8 +58,8 @@ def with_fields(text: str, values: Mapping[str, Mapping[str, object]]) -> str:
     for section, fields in values.items():
         begin, heading, end = text.partition(f"\n[{section}]\n")
         for name, value in fields.items():
-            line = f"{name} = {value}"
-            end, found = re.subn(rf"(?m)^{name} = .*$", lambda _, line=line: line, end, count=1)  # as it is: no \\1
+            line = f"{name} = {value}".replace("\\", r"\\")  # or re would read a group in \1
+            end, found = re.subn(rf"(?m)^{name} = .*$", line, end, count=1)
             if not found:
                 raise ValueError(f"the text has no {section}.{name}")
         text = begin + heading + end
