@@ -291,7 +291,7 @@ class _Witness(Watcher):
         self.views.append(self._observer.view(roster(*stages, samples=done), BEGUN + self._world.now_s))
 
 
-@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("slow", [0, 1, 2])
 def test_records_journals_and_the_simulator_name_the_same_bottleneck(slow: int) -> None:
     text = "[swarm]\nstages = 3\nreplicas = 3\nrounds = 3\n" + "".join(
         f"[[fault]]\nkind = 'slow'\nat_s = 0.0\npeer = 's{slow}r{replica}'\nfactor = 4.0\n" for replica in range(3)
