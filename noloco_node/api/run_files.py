@@ -143,8 +143,12 @@ def _trained(model: nn.Module | Sequence[nn.Module] | Mapping[str, object]) -> d
         return {}
     if isinstance(model, nn.Module):
         return trained_parameters(model)
-    if not isinstance(model, Sequence):
-        model = [model]
+    if isinstance(model, str) or not isinstance(model, Sequence):
+        raise config_error(
+            f"The model is of the type {type(model).__name__}.",
+            "a run trains a module, or stages, or a model that the nodes build themselves",
+            'a module, a list of modules, or the fields of [model]: {"architecture": "llama", "sizes": {...}}',
+        )
     if not model or (wrong := [type(each).__name__ for each in model if not isinstance(each, nn.Module)]):
         raise config_error(
             f"The list of stages holds {wrong[0] if model else 'no module'}.",

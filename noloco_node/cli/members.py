@@ -248,7 +248,8 @@ def _given_invite(options: MemberOptions, digest: str) -> invites.Invite | None:
         return None
     invite = invites.parse(invites.found(options.invite, default_home("bootstrap")))
     if invite.digest != digest:
-        raise _usage("That invite is for another run.", "the line that this run's bootstrap peer printed")
+        why = f"the invite names {invite.digest[:12]}, {options.run} is {digest[:12]}"
+        raise _usage("That invite is for another run.", "the line that this run's bootstrap peer printed", why)
     return invite
 
 

@@ -123,8 +123,10 @@ def test_a_run_file_has_a_name_that_fits_its_weights(tmp_path: Path, name: str) 
 @pytest.mark.parametrize(
     ("model", "what"),
     [
-        (None, "holds NoneType"),
-        (5, "holds int"),
+        (None, "of the type NoneType"),
+        (5, "of the type int"),
+        ("llama", "of the type str"),
+        ([nn.Embedding(3, 2), nn.ReLU()], "Stage 1 has no parameter"),
         (nn.LazyLinear(3), "weight has no values"),
         (nn.Linear(2, 1, device="meta"), "weight has no values"),
     ],
