@@ -410,6 +410,8 @@ def test_only_the_last_run_of_a_home_is_played(tmp_path: Path) -> None:
     recording = read_journals([tmp_path])
     assert (recording.begun, recording.ended) == (BEGUN + 500, BEGUN + 501)
     assert recording.at(recording.ended).tokens == 4096
+    told = printed("watch", "--journal", tmp_path, "--once", "--json")
+    assert msgspec.json.decode(told)["run_id"] == recording.at(recording.ended).run_id == "s"
 
 
 def test_a_journal_that_was_cut_in_the_middle_is_played_to_there(tmp_path: Path) -> None:
