@@ -87,7 +87,7 @@ class StageWork:
                 return is_over_below(self._run, roster, samples, replica.progress.value, idle_s())
 
             def seems_over() -> bool:
-                return replica.progress.value >= NEARLY_OVER and idle_s() > LEAST_PAUSE_S
+                return idle_s() > (LEAST_PAUSE_S if replica.progress.value >= NEARLY_OVER else ALONE_S)
 
             await self._seen(over, seems_over)
 
@@ -109,7 +109,7 @@ class StageWork:
     async def _seen(self, over: Callable[[], bool], seems_over: Callable[[], bool] = lambda: False) -> None:
         """Return once the roster says that the run is over.
 
-        `seems_over`: our own work says so. Then a sample, whose reading may not be due for minutes, is read at once.
+        `seems_over`: no work comes any more. Then a sample, whose reading may not be due for minutes, is read at once.
         """
         while not over():
             is_sample = self._membership.roster.is_sample
