@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 TIMES = 6.0
 """Of the usual distance, which is a square: two and a half times the usual difference."""
+WRONG = 0.9
+"""A distance from three that are alike that is wrong whatever is usual: two that have nothing in common are at 1."""
 LEAST_KNOWN, MOST_KNOWN, MOST_COMPARED = 3, 32, 16
 """Distances known before any replica is judged; those remembered of a replica, and of how many replicas."""
 LEAST_REPLICAS = 3
@@ -69,9 +71,10 @@ DOUBT_S = 600.0
 FIRST_CHECKS = 24.0
 """Calls that a sender may spend on checks before it knows any replica; it is also the most that it saves."""
 KEPT = 6.0
-"""Calls of it that are kept for replicas that are suspected, and at first for those that have not agreed yet."""
-FULL_CHECK = 4.0
-"""Calls of a check at most. They are set aside while it lasts."""
+"""Calls of it that are kept for replicas that are suspected, and at first for those that have not agreed yet. As many
+at most are for draws alone."""
+FULL_CHECK = 4
+"""Replicas that are asked for a check at most; some are busy. So many calls are set aside while it lasts."""
 DRAWN = 1 / 4
 """The chance of a microbatch to be checked while the budget allows it."""
 
@@ -107,39 +110,47 @@ class Verdict(NamedTuple):
 
 
 class CheckBudget:
-    """How many calls go into checks: `rate` of those that are made, and FIRST_CHECKS at the beginning."""
+    """How many calls go into checks: `rate` of those that are made, and FIRST_CHECKS at the beginning.
+
+    Half of the rate, up to KEPT, is for draws alone. Otherwise one replica whose answers never agree would take all
+    checks, and nobody would find the replicas that begin to lie late.
+    """
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
         self._left = FIRST_CHECKS if rate > 0.0 else 0.0
+        self._for_draws = 0.0
+        """What only draws may spend of it."""
         self._spent = 0
 
     def earn(self) -> None:
         """Count a call that was no check."""
         self._left = min(max(FIRST_CHECKS, self._left), self._left + self._rate)
-
-    def spend(self) -> None:
-        """Count a call of a check."""
-        self._left -= 1.0
-        self._spent += 1
+        self._for_draws = min(KEPT, self._for_draws + self._rate / 2.0)
 
     @contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Set the calls of a check aside, lest those that run at the same time spend them."""
+    def check(self, *, is_draw: bool) -> Iterator[list[str]]:
+        """Set the calls of a check aside, lest others at the same time spend them; yield a list for those it makes."""
+        calls: list[str] = []
+        for_draws = min(FULL_CHECK, self._for_draws) if is_draw else 0.0
         self._left -= FULL_CHECK
+        self._for_draws -= for_draws
         try:
-            yield
+            yield calls
         finally:
-            self._left += FULL_CHECK
+            self._left += FULL_CHECK - len(calls)
+            self._for_draws += max(0.0, for_draws - len(calls))
+            self._spent += len(calls)
 
     def allows(self, *, suspected: bool, is_new: bool, drawn: float) -> bool:
         """Say whether a microbatch is to be checked. `is_new`: its replica has not agreed; `drawn`: from 0 to 1.
 
-        Replicas that come later are checked out of what is not kept: with many of them nothing would be left for
-        draws, by which those are found that begin to lie late.
+        Replicas that come later are checked out of what is not kept for suspects.
         """
-        is_kept = suspected or (is_new and self._spent < FIRST_CHECKS)
-        return self._left >= FULL_CHECK + KEPT * (not is_kept) and (suspected or is_new or drawn < DRAWN)
+        if not suspected and not is_new:
+            return drawn < DRAWN and (self._left >= FULL_CHECK + KEPT or self._for_draws >= FULL_CHECK)
+        is_kept = suspected or self._spent < FIRST_CHECKS
+        return self._left - self._for_draws >= FULL_CHECK + KEPT * (not is_kept)
 
 
 class _Record(NamedTuple):
@@ -268,8 +279,10 @@ class Verdicts:
         else:
             # Three that are equally far apart are three honest ones; two that agree may just have met.
             self._note(*sorted(apart.items(), key=lambda item: item[1])[1])
-        usual = self.usual
-        odd = {peer: far for peer, far in majority.odd.items() if majority.near <= TIMES * usual < far}
+        usual, near = self.usual, majority.near
+        # Two that are alike may collude, until a usual distance is known.
+        wrong = WRONG if len(majority.alike) >= LEAST_REPLICAS else math.inf
+        odd = {peer: far for peer, far in majority.odd.items() if near <= TIMES * usual < far or far > wrong}
         if now_s < self._doubts_until_s or not odd:
             return []
         for peer in majority.alike:
@@ -355,8 +368,6 @@ class Verdicts:
 
 MEANS_WEIGHT, MOST_DISTANCE = 6.0, 2.0
 """The weight of the square between the means of two gradients in their distance, and the most that it adds."""
-MOST_ASKED = 4
-"""Replicas that are asked for a check; some are busy."""
 MOST_ANSWERED = 1024
 TINY = 1e-30
 
@@ -420,8 +431,9 @@ class SpotChecks:
         self._budget.earn()
         # At once: behind an outer step each gradient would wait for seconds, and the mean takes milliseconds.
         self._note(self._verdicts.watch(peer, self._mean(reply), self._working(), now_s()))
+        suspected, drawn = self._verdicts.suspects(peer), self._rng.random()
         if peer in self._verdicts.quarantined or not self._budget.allows(
-            suspected=self._verdicts.suspects(peer), is_new=not agreed, drawn=self._rng.random()
+            suspected=suspected, is_new=not agreed, drawn=drawn
         ):
             return reply
         others = [hop.peer for hop in self.hops() if hop.peer in self._answered and hop.peer != peer]
@@ -432,8 +444,8 @@ class SpotChecks:
         try:
             # Time is left for the way up, or a check would lose what it was to protect.
             async with asyncio.timeout_at((now_s() + deadline_s) / 2):
-                with self._budget.set_aside():
-                    return await self._checked(peer, reply, microbatch, others)
+                with self._budget.check(is_draw=agreed and not suspected) as calls:
+                    return await self._checked(peer, reply, microbatch, others, calls)
         except TimeoutError:
             self._counts["too_late"] += 1
             return reply
@@ -443,10 +455,13 @@ class SpotChecks:
         names = ("calls", "agreed", "too_late", *CheckFinding)
         return {str(name): self._counts[name] for name in names}
 
-    async def _checked(self, peer: str, reply: Gradient, microbatch: Microbatch, others: Sequence[str]) -> Gradient:
-        """Ask other replicas too; return the gradient to use for the microbatch."""
+    async def _checked(
+        self, peer: str, reply: Gradient, microbatch: Microbatch, others: Sequence[str], calls: list[str]
+    ) -> Gradient:
+        """Ask other replicas too, and note them in `calls`; return the gradient to use for the microbatch."""
         answers, apart = {peer: reply}, dict[tuple[str, str], float]()
-        for other in others[:MOST_ASKED]:
+        for other in others[:FULL_CHECK]:
+            calls.append(other)
             answer = await self._ask(other, microbatch)
             if answer is None:
                 continue
@@ -463,6 +478,9 @@ class SpotChecks:
                 decided = bool(majority.odd) == (len(answers) > LEAST_REPLICAS)
                 if decided or len(answers) == 1 + len(others):
                     return self._judged(peer, answers, apart, majority)
+        if apart:
+            # They disagree, and nobody knows which of them is wrong: their next answers are checked, too.
+            self._answered |= dict.fromkeys(answers, False)
         return reply
 
     def _judged(
@@ -483,7 +501,6 @@ class SpotChecks:
         return replace(reply, hidden=believed.hidden, loss=believed.loss)
 
     async def _ask(self, peer: str, microbatch: Microbatch) -> Gradient | None:
-        self._budget.spend()
         self._counts["calls"] += 1
         try:
             reply = await self._ways.call(peer, microbatch)

@@ -316,7 +316,8 @@ class DhtNode:
         """Return what a peer holds at a place, and the nodes that it names; None: no answer, or not to be believed."""
         if self._is_refused(peer):
             return None
-        answer = await self._node._call_find_with_blacklist(peer, [query])
+        with _calling(peer):
+            answer = await self._node._call_find_with_blacklist(peer, [query])
         await asyncio.sleep(0)  # hivemind enters who has answered in a task of its own
         return None if answer is None or self._is_refused(peer) else answer[query]
 
@@ -355,7 +356,8 @@ class DhtNode:
             return self.storage.store_subkey(query, subkey, packed, expiry)
         if self._is_refused(peer):
             return None
-        taken = await self._node.protocol.call_store(peer, [query], [packed], [expiry], subkeys=[subkey])
+        with _calling(peer):
+            taken = await self._node.protocol.call_store(peer, [query], [packed], [expiry], subkeys=[subkey])
         return bool(taken[0]) if taken else None
 
     async def shutdown(self) -> None:
@@ -366,9 +368,22 @@ class DhtNode:
 CALLER: ContextVar[str] = ContextVar("caller", default="")
 """The peer whose request is being answered; empty where we act by ourselves."""
 
+_CALLEE: ContextVar[str] = ContextVar("callee", default="")
+"""The peer whose node we ask; empty where hivemind asks by itself."""
+
 _KNOWN: ContextVar[Mapping[str, Version] | None] = ContextVar("known", default=None)
 """The versions of records that we have while we ask for others; None while we ask for nodes."""
 _READS = b"r"  # in a request for records, before the names of those that we have
+_SHOW = b"?"  # in a request to a node that we do not know as a member's: it is to show its ticket
+
+
+@contextlib.contextmanager
+def _calling(peer: PeerId) -> Iterator[None]:
+    before = _CALLEE.set(peer.to_base58())
+    try:
+        yield
+    finally:
+        _CALLEE.reset(before)
 
 
 def _name_callers(client: Any) -> None:
@@ -395,7 +410,8 @@ class _Authorizer:
 
     So strangers neither read, nor store, nor are entered as neighbours and given others' records to keep. In a run with
     an owner a peer stores and becomes a neighbour by a ticket to train, and reads by a ticket to look. A ping is
-    answered without one: by it a newcomer finds out that this is its run.
+    answered without one: by it a newcomer finds out that this is its run. A node that we do not know as a member's
+    shows a ticket to train with its answer: one that shows none has not answered, whoever named it.
     """
 
     def __init__(self, rules: CallRules) -> None:
@@ -410,6 +426,8 @@ class _Authorizer:
         request.auth.signature = self._code_of(request)
         if self._admission is not None and self._admission.own is not None:
             request.auth.client_access_token.signature = self._admission.own.raw
+        if not self._is_member():
+            request.auth.client_access_token.public_key = _SHOW
 
     async def validate_request(self, request: Any) -> bool:
         if not hmac.compare_digest(request.auth.signature, self._code_of(request)):
@@ -430,6 +448,9 @@ class _Authorizer:
 
         A peer that searches nodes asks at a place without records, and one that somebody put there must hide no node.
         """
+        own = None if self._admission is None else self._admission.own
+        if own is not None and request.auth.client_access_token.public_key == _SHOW:
+            response.auth.service_access_token.signature = own.raw
         if not _is_find(request):
             return
         reads = request.auth.service_public_key
@@ -444,13 +465,23 @@ class _Authorizer:
                 result.value = shortened(result.value, request.auth.nonce, reads[len(_READS) :])
 
     async def validate_response(self, response: Any, request: Any) -> bool:
-        """Restore a short answer. hivemind takes an error for a missing answer."""
+        """Restore a short answer. hivemind takes an error, or what is not good, for a missing answer."""
+        if not self._is_member(response.auth.service_access_token.signature):
+            return False
         for result in response.results if _is_find(request) else ():
             del result.nearest_peer_ids[MOST_NAMED:], result.nearest_node_ids[:]
             result.nearest_node_ids.extend(_node_of(self._rules, peer) for peer in result.nearest_peer_ids)
             if result.value:
                 result.value = restored(result.value, _KNOWN.get() or {})
         return True
+
+    def _is_member(self, ticket: bytes = b"") -> bool:
+        """Say whether the peer that we ask may train, by the ticket that its answer shows, or by one that we know."""
+        callee = _CALLEE.get()
+        if self._admission is None or not self._admission.is_pinned or not callee:
+            return True
+        rights = self._admission.rights_by(callee, ticket) if ticket else self._admission.rights(callee)
+        return Right.TRAIN in rights
 
     def _code_of(self, request: Any) -> bytes:
         bare = type(request)()

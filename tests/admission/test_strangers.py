@@ -204,6 +204,10 @@ async def test_whoever_knows_the_run_and_has_no_ticket_or_no_longer_one_is_out()
             assert there == {first.peer_id, second.peer_id, third.peer_id}
             assert roster.roster.stages[0] == ()
             await sees_nothing(stranger, first, foreign)
+            assert await asked(first, stranger.peer_id, "stage") is None, "a node without a ticket has not answered"
+            foreign.own = HeldTicket.fixed(ticket(stranger, Right.LOOK))
+            assert await asked(first, stranger.peer_id, "stage") is None, "nor has one that may only look"
+            foreign.own = None
 
             # The owner's list, told to one of them, reaches the other with the roster.
             subject = key_of(third.peer_id) or b""

@@ -30,6 +30,7 @@ from noloco_node.libp2p.hivemind_compat import (
     CallRules,
     DhtNode,
     _Authorizer,
+    _calling,
     _name_callers,
     disconnect,
     forget_ghosts,
@@ -361,6 +362,38 @@ def test_in_a_run_with_an_owner_a_caller_is_answered_by_its_ticket(kind: str, sh
         assert not await noting(request, context)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("knows", ["nobody", "the callee", "no owner yet"])
+@pytest.mark.parametrize("shown", TICKETS)
+@pytest.mark.parametrize("kind", ["Find", "Store"])
+def test_in_a_run_with_an_owner_an_answer_counts_by_the_ticket_that_the_callee_shows_once(
+    kind: str, shown: str, knows: str
+) -> None:
+    """Any member may name any node: only a member's counts."""
+    callee = load_hivemind().PeerID.from_base58(peer_of(public(1)))
+    caller, server = AdmissionState(RUN, lambda: NOW_S), AdmissionState(RUN, lambda: NOW_S)
+    server.own = HeldTicket.fixed(TICKETS[shown])
+    if knows != "no owner yet":
+        caller.pin(OWNER, "invited")
+    if knows == "the callee":
+        assert caller.show(callee.to_base58(), member(1)) == ""
+    calls, answers = (_Authorizer(CallRules(lambda *parts: b"c" * 32, each)) for each in (caller, server))
+
+    async def told() -> tuple[bool, bool]:
+        """Return whether the answer counts, and whether it contains the ticket."""
+        request = inside(f"proto.dht_pb2:{kind}Request")()
+        response = inside(f"proto.dht_pb2:{kind}Response")()
+        with _calling(callee):
+            await calls.sign_request(request, None)
+            await answers.sign_response(response, request)
+            counts = await calls.validate_response(response, request)
+        return counts, bool(response.auth.service_access_token.signature)
+
+    is_known = knows != "nobody"
+    assert asyncio.run(told()) == (is_known or shown == "train", not is_known and shown != "none")
+    if shown == "train":
+        assert asyncio.run(told()) == (True, False)
 
 
 @pytest.mark.parametrize("keys", [0, 1, 2, 100])

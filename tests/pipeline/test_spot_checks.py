@@ -7,15 +7,18 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from random import Random
 from statistics import median
 from typing import TypeVar
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from small_stages import cuts, drawn_ids, make_stage, prepared
 
-from pipeline.activation_codec import encode
+from pipeline.activation_codec import encode, gradient_seed
 from pipeline.messages import ACTIVATION_CODECS, Gradient, Microbatch, Reason, Refused, Reply
 from pipeline.next_stage import NextStageClient
 from pipeline.routing import Hop
@@ -24,10 +27,12 @@ from pipeline.spot_checks import (
     LIMIT,
     SAMPLED_TOKENS,
     TIMES,
+    CheckBudget,
     CheckFinding,
     CheckSettings,
     SpotChecks,
     Verdict,
+    Verdicts,
     distance,
     mean_of_rows,
 )
@@ -87,6 +92,39 @@ def _flipped(liar: str) -> Callable[[str, Gradient], Reply]:
         return honest if peer != liar else Gradient(hidden=-honest.hidden, loss=2.0, tokens=TOKENS, computed_by=peer)
 
     return script
+
+
+@pytest.mark.parametrize("wrong", [torch.neg, torch.zeros_like, lambda answer: answer.flip(-1)])
+async def test_a_liar_is_struck_while_all_weights_are_equal(wrong: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """At a run's start, before a usual distance is known."""
+    peers = Peers(
+        "abcd", lambda peer, honest: replace(honest, hidden=wrong(TRUE) if peer == "b" else TRUE, computed_by=peer)
+    )
+    replies = await peers.go_round(12)
+    assert {verdict.peer for verdict in peers.found} == {"b"}
+    assert peers.shut_out == ["b"]
+    bad = [reply for reply in replies if isinstance(reply, Gradient) and not torch.equal(reply.hidden, TRUE)]  # type: ignore[arg-type]
+    assert len(bad) <= 2, "before three others have answered"
+
+
+async def test_a_replica_is_checked_again_after_a_check_that_decided_nothing() -> None:
+    """Too few of the others answered to say which of two answers is wrong."""
+    liar, busy = "", ""
+
+    def script(peer: str, honest: Gradient) -> Reply:
+        if peer in busy:
+            return Refused(reason=Reason.FULL)
+        return replace(honest, hidden=-TRUE) if peer == liar else honest
+
+    peers = Peers("abcdef", script)
+    await peers.go_round(250)
+    liar, busy, begun = "a", "cdef", peers.checks.statistics()["calls"]
+    while peers.checks.statistics()["calls"] == begun:
+        await peers.ask("a")
+    assert peers.found == []
+    busy, peers.checks._budget = "", CheckBudget(0.04)
+    await peers.ask("a")
+    assert {verdict.peer for verdict in peers.found} == {"a"}
 
 
 async def test_a_liar_is_quarantined_and_while_it_is_checked_its_answers_do_no_harm() -> None:
@@ -282,25 +320,26 @@ def test_distance() -> None:
     assert distance(TRUE, -TRUE) == pytest.approx(2.0)
 
 
-def _replies(gap: float, other: torch.dtype | None) -> list[torch.Tensor]:
-    """Return gradients of four replicas in bfloat16, and of a last one in another format, None being float32.
+@cache
+def _reply(gap: float, number: int, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return the gradient of a replica that computes in this format, None being float32.
 
-    `gap`: how far each one's weights are from their mean, as a share of their norm.
+    `gap`: how far its weights are from the replicas' mean, as a share of their norm.
     """
     recipe = prepared("llama")
     *_, last = cuts(recipe, 2)
     hidden = torch.randn(2, 32, 32, generator=torch.Generator().manual_seed(0))
-    found = []
-    for number in range(5):
-        stage = make_stage(recipe, last, autocast=torch.bfloat16 if number < 4 else other)
-        generator = torch.Generator().manual_seed(number)
-        noise = [torch.randn(weight.shape, generator=generator) for weight in stage.weights()]
-        apart = [w + gap * w.norm() / n.norm() * n for w, n in zip(stage.weights(), noise, strict=True)]
-        stage.set_weights(apart)
-        gradient = stage.loss(hidden, drawn_ids(1, 2, 32)).hidden
-        assert gradient is not None
-        found.append(gradient)
-    return found
+    stage, generator = make_stage(recipe, last, autocast=dtype), torch.Generator().manual_seed(number)
+    noise = [torch.randn(weight.shape, generator=generator) for weight in stage.weights()]
+    stage.set_weights([w + gap * w.norm() / n.norm() * n for w, n in zip(stage.weights(), noise, strict=True)])
+    gradient = stage.loss(hidden, drawn_ids(1, 2, 32)).hidden
+    assert gradient is not None
+    return gradient
+
+
+def _replies(gap: float, other: torch.dtype | None) -> list[torch.Tensor]:
+    """Return gradients of four replicas in bfloat16, and of a last one in another format."""
+    return [_reply(gap, number, torch.bfloat16 if number < 4 else other) for number in range(5)]
 
 
 @pytest.mark.parametrize("other", [None, torch.float16])
@@ -320,3 +359,31 @@ def test_where_weights_are_alike_a_replica_of_another_format_is_struck_and_never
     """A strike adds its distance, which is that of two number formats."""
     *halves, whole = _replies(0.0, other)
     assert LIMIT / max(distance(whole, half) for half in halves) > 10_000
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.sampled_from([torch.bfloat16, torch.float16, None]), min_size=4, max_size=5),
+    st.sampled_from(list(ACTIVATION_CODECS)),
+    st.sampled_from([0.0, 1e-3, 1e-2]),
+    st.sampled_from([torch.neg, torch.zeros_like, lambda answer: answer.flip(0)]),
+)
+def test_of_answers_in_any_number_formats_only_the_wrong_one_is_struck_by_a_first_check(
+    formats: list[torch.dtype | None], codec: str, gap: float, wrong: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    peers, names = Peers("abcde"), "abcde"[: len(formats)]
+    peers.checks._codec = ACTIVATION_CODECS[codec]
+    hidden = torch.randn(2, 32, 32, generator=torch.Generator().manual_seed(0))
+    sent = Microbatch(hidden=hidden, targets=torch.zeros(2, 32, dtype=torch.int64), progress=0.0, budget_s=1.0)
+    seed = gradient_seed(peers.checks._codec, hidden)
+    true = [_reply(gap, number, dtype) for number, dtype in enumerate(formats)]
+    for answers, struck in ((true, set()), ([wrong(true[0]), *true[1:]], {"a"})):
+        packed = [
+            Gradient(hidden=encode(peers.checks._codec.back, each, seed), loss=1.0, tokens=64) for each in answers
+        ]
+        apart = {
+            (one, other): peers.checks._distance(packed[names.index(one)], packed[names.index(other)], sent)
+            for one, other in itertools.combinations(names, 2)
+        }
+        found = {verdict.peer for verdict in Verdicts(deep=False).judge(apart, names, 0.0) if verdict.distance > 0.1}
+        assert found == struck

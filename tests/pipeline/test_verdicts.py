@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from itertools import combinations
 from random import Random
 
@@ -226,20 +226,27 @@ def test_memory_is_bounded() -> None:
     assert max(len(standing.accusers) for standing in verdicts._records.values()) <= 2 * MOST_ACCUSERS
 
 
+def _checked(budget: CheckBudget, calls: int, drawn: float, *, suspected: bool = False, is_new: bool = False) -> int:
+    """Return the calls of a check of one microbatch: as many as it would make, or none where it is not checked."""
+    if not budget.allows(suspected=suspected, is_new=is_new, drawn=drawn):
+        return 0
+    with budget.check(is_draw=not suspected and not is_new) as made:
+        made += calls * ["other"]
+    return calls
+
+
 def test_a_budget_is_kept_and_some_of_it_is_for_suspects() -> None:
     for rate in (0.0, 0.02, 0.3):
         budget, rng, spent = CheckBudget(rate), Random(5), 0
         for _ in range(10_000):
             budget.earn()
-            if budget.allows(suspected=rng.random() < 0.5, is_new=rng.random() < 0.1, drawn=rng.random()):
-                for _ in range(rng.choice((1, 2))):
-                    budget.spend()
-                    spent += 1
+            kind = {"suspected": rng.random() < 0.5, "is_new": rng.random() < 0.1}
+            spent += _checked(budget, rng.choice((1, 2)), rng.random(), **kind)
         assert spent <= (FIRST_CHECKS + 10_000 * rate if rate else 0)
         assert spent >= 0.9 * 10_000 * rate
     budget = CheckBudget(0.001)
-    while budget.allows(suspected=False, is_new=False, drawn=0.0):
-        budget.spend()
+    while _checked(budget, 1, 0.0):
+        pass
     assert budget.allows(suspected=True, is_new=False, drawn=1.0)
 
 
@@ -248,10 +255,44 @@ def test_newcomers_leave_half_of_the_checks_to_draws_once_the_first_calls_are_sp
     for _ in range(20_000):
         budget.earn()
         is_new = rng.random() < 1 / 8
-        if budget.allows(suspected=False, is_new=is_new, drawn=rng.random()):
-            checked[is_new] += 1
-            budget.spend()
+        checked[is_new] += _checked(budget, 1, rng.random(), is_new=is_new)
     assert checked[False] > checked[True] > 0
+
+
+@given(st.sampled_from([0.01, 0.04, 0.2]), st.sampled_from([0.1, 0.25, 0.45]), st.sampled_from([1, 2, 4]), st.data())
+@settings(max_examples=30, deadline=None)
+def test_replicas_that_never_agree_leave_to_draws_nearly_half_of_what_is_earned(
+    rate: float, share: float, calls: int, data: st.DataObject
+) -> None:
+    """Their answers are just beyond what agrees, and never far enough to shut them out."""
+    suspected = data.draw(st.booleans())
+    budget, rng, made = CheckBudget(rate), Random(data.draw(st.integers(0, 2**32))), Counter[bool]()
+    microbatches = round(400 / rate)
+    for _ in range(microbatches):
+        budget.earn()
+        odd = rng.random() < share
+        made[odd] += _checked(budget, calls if odd else 1, rng.random(), suspected=odd and suspected, is_new=odd)
+    assert made[False] >= 0.4 * microbatches * rate
+    assert made.total() <= FIRST_CHECKS + microbatches * rate
+
+
+@given(st.sampled_from([0.01, 0.04]), st.lists(st.tuples(st.sampled_from("sndx"), st.integers(1, 4)), max_size=400))
+def test_checks_of_any_kind_that_overlap_in_any_order_never_overdraw(rate: float, steps: list[tuple[str, int]]) -> None:
+    budget, earned, made = CheckBudget(rate), FIRST_CHECKS, 0
+    under_way: list[tuple[AbstractContextManager[list[str]], list[str]]] = []
+    for kind, calls in steps:
+        for _ in range(30):
+            budget.earn()
+            earned += rate
+        if kind == "x" and under_way:
+            check, asked = under_way.pop(calls % len(under_way))
+            asked += calls * ["other"]
+            made += calls
+            check.__exit__(None, None, None)
+        elif kind != "x" and budget.allows(suspected=kind == "s", is_new=kind == "n", drawn=0.0):
+            check = budget.check(is_draw=kind == "d")
+            under_way.append((check, check.__enter__()))
+        assert made + FULL_CHECK * len(under_way) <= earned + 1e-6
 
 
 @pytest.mark.parametrize("under_way", [1, 5, 64])
@@ -260,7 +301,7 @@ def test_checks_that_run_at_the_same_time_spend_no_more_than_there_is(under_way:
         budget, begun = CheckBudget(0.04), 0
         for _ in range(under_way):
             if budget.allows(suspected=True, is_new=False, drawn=1.0):
-                checks.enter_context(budget.set_aside())
+                checks.enter_context(budget.check(is_draw=False))
                 begun += 1
     assert begun == min(under_way, FIRST_CHECKS // FULL_CHECK)
     assert budget.allows(suspected=False, is_new=False, drawn=0.0), "what was not spent is there again"
@@ -272,12 +313,10 @@ def test_a_full_check_never_overdraws_and_one_at_least_is_kept_for_suspects(
 ) -> None:
     budget, made = CheckBudget(0.001), Counter[bool]()
     for _ in range(spent):
-        budget.spend()
+        _checked(budget, 1, 0.0)
     for suspected in (False, True):
-        while budget.allows(suspected=suspected, is_new=False, drawn=0.0):
+        while _checked(budget, FULL_CHECK, 0.0, suspected=suspected):
             made[suspected] += 1
-            for _ in range(round(FULL_CHECK)):
-                budget.spend()
     assert (made[False], made[True]) == (checks, of_suspects)
 
 
