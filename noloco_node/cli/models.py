@@ -160,9 +160,7 @@ def generate(
     top_k: Annotated[
         int, typer.Option(metavar="N", min=0, help="Draw from so many of the most probable; 0: from all.")
     ] = 40,
-    seed: Annotated[
-        int, typer.Option(metavar="N", min=0, max=LARGEST_SEED, help="Equal seeds give equal texts.")
-    ] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, max=LARGEST_SEED, help="Equal seeds give equal texts.")] = 0,
 ) -> None:
     """Let a checkpoint, or an adapter over one, go on from a prompt, token by token."""
     (model,) = check_models([directory], (), weights)  # before torch is loaded
