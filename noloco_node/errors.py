@@ -84,8 +84,10 @@ def storage_error(what: str, why: str, hint: str) -> UserError:
     return UserError(what, why=why, hint=hint, code=Exit.STORAGE)
 
 
-def reason_of(error: OSError) -> str:
-    """Say what the system refused, and at which file, without its number."""
+def reason_of(error: Exception) -> str:
+    """Say what the system refused, and at which file, without its number; what another error says."""
+    if not isinstance(error, OSError):
+        return str(error)
     return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
 
 

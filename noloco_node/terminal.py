@@ -122,11 +122,11 @@ def warn(text: str) -> None:
 
 
 def complain(text: str) -> None:
-    """Print why a command has ended, in one or several lines."""
+    """Print why a command has ended, in one or several lines; on a terminal they are as narrow as it is."""
     if _LOG.as_json:
         _LOG.write(LogLevel.ERROR, text)
     else:
-        _print(_LOG.mark + text)
+        _print("\n".join(_as_narrow_as_terminal(line, below=7) for line in (_LOG.mark + text).split("\n")))
 
 
 def _reaches_systemd() -> bool:
@@ -139,15 +139,19 @@ def _reaches_systemd() -> bool:
 
 
 def _print_plain(text: str) -> None:
-    """Print a line with the time of day.
+    """Print a line with the time of day."""
+    _print(_as_narrow_as_terminal(f"{time.strftime('%H:%M:%S')}  {text}", below=10))
 
-    On a terminal a long one goes on below its own beginning, and no word is broken: an invite can be copied whole.
+
+def _as_narrow_as_terminal(line: str, below: int) -> str:
+    """Return a line as it is or, where standard error is a terminal, broken at the terminal's width.
+
+    A long line goes on `below` columns from the left, and no word is broken: an invite can be copied whole.
     """
-    line = f"{time.strftime('%H:%M:%S')}  {text}"
-    if sys.stderr.isatty():
-        width, below = shutil.get_terminal_size().columns, " " * 10
-        line = fill(line, width, subsequent_indent=below, break_long_words=False, break_on_hyphens=False)
-    _print(line)
+    if not sys.stderr.isatty():
+        return line
+    width = shutil.get_terminal_size().columns
+    return fill(line, width, subsequent_indent=" " * below, break_long_words=False, break_on_hyphens=False)
 
 
 def _print(line: str) -> None:

@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from noloco_node import terminal
+from noloco_node.errors import usage_error
 from noloco_node.swarm.invite import SCHEME
 from noloco_node.terminal import say
 
@@ -40,6 +41,20 @@ def test_a_long_line_goes_on_below_its_beginning(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "stderr", file := io.StringIO())
     say(TEXT)
     assert file.getvalue().splitlines()[0].endswith(TEXT)
+
+
+def test_why_a_command_ended_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    error = usage_error(f"{TEXT} {TEXT}.", why=TEXT, hint=f"{TEXT}, {INVITE}")
+    monkeypatch.setattr(sys, "stderr", narrow := Terminal())
+    terminal.complain(str(error))
+    lines = narrow.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in lines if INVITE not in line)
+    assert any(line.strip() == INVITE for line in lines), "in one piece"
+    assert " ".join(narrow.getvalue().split()) == " ".join(str(error).split())
+    monkeypatch.setattr(sys, "stderr", file := io.StringIO())
+    terminal.complain(str(error))
+    assert file.getvalue() == f"{error}\n"
 
 
 @pytest.fixture

@@ -217,7 +217,8 @@ def not_admitted(why: str) -> UserError:
     return UserError(
         "This run does not let us in.",
         why=why,
-        hint="ask the owner of the run for an invite of your own; each is for one identity (--home), and expires",
+        hint="give the whole invite, with the part from its # on, if it has one; or ask the owner of the run for an "
+        "invite of your own: each is for one identity (--home), and expires",
         code=Exit.NOT_ADMITTED,
     )
 

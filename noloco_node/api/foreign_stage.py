@@ -33,17 +33,17 @@ _LISTED = 1024
 """The most frozen parameters that a run file lists: it has room for no more beside those that are trained."""
 
 
-def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+def trained_parameters(module: nn.Module, subject: str = "The module") -> dict[str, nn.Parameter]:
     """Return what requires a gradient, by name; `UserError` (CONFIG) if that is nothing, empty, or of another format.
 
-    A compiled module has the names of the one that it was made of.
+    A compiled module has the names of the one that it was made of. `subject`: what messages call the module.
     """
     found = {name.replace("_orig_mod.", ""): each for name, each in module.named_parameters() if each.requires_grad}
     if not found:
         raise config_error(
-            "The module has no parameter that requires a gradient.",
+            f"{subject} has no parameter that requires a gradient.",
             "a run exchanges what is trained, and nothing else",
-            "module.requires_grad_(True), or the module that holds the adapters",
+            "module.requires_grad_(True), or the module that holds what is trained",
         )
     for name, each in found.items():
         if nn.parameter.is_lazy(each) or each.is_meta:

@@ -30,7 +30,7 @@ _TOKENS = 2  # of the one sequence on which a stage is tried
 
 def stage_parameters(stage: int, module: nn.Module) -> dict[str, nn.Parameter]:
     """Return what a stage trains, by its names in the run; raise `UserError` (CONFIG) if that is not float32."""
-    found = {f"{stage}.{name}": each for name, each in trained_parameters(module).items()}
+    found = {f"{stage}.{name}": each for name, each in trained_parameters(module, f"Stage {stage}").items()}
     for name, each in found.items():
         if each.dtype is not torch.float32:
             raise config_error(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -25,6 +26,7 @@ from noloco_node.storage import atomic_file
 from noloco_node.storage.weight_store import described
 
 _HINT = "another path, or overwrite=True"
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def init(
@@ -80,11 +82,14 @@ def init(
     elif not isinstance(model, Mapping):
         table["model"] |= _handed_on(model)
         table["pipeline"]["stages"] = len(model)
+    example = 'sections={"inner": {"clip_norm": 1.0}}'
+    if not isinstance(sections, Mapping):
+        raise config_error(f"sections is {sections!r}.", "it is a dictionary of the sections of a run file", example)
     for section, values in sections.items():
         before = table.get(section, {})
         if not (isinstance(before, Mapping) and isinstance(values, Mapping)):
             why = "a section of a run file is a dictionary of fields"
-            raise config_error(f"sections has {values!r} for {section}.", why, 'sections={"inner": {"clip_norm": 1.0}}')
+            raise config_error(f"sections has {values!r} for {section}.", why, example)
         table[section] = {**before, **values}
     if parameters:
         if weights == path or not WEIGHT_FILE.fullmatch(weights.name):
@@ -117,14 +122,19 @@ def _whole(field: str, value: object) -> int:
 
 def _text(table: Mapping[str, Any]) -> str:
     try:
-        plain = [f"{key} = {toml(value)}" for key, value in table.items() if not isinstance(value, Mapping)]
+        plain = [f"{_key(key)} = {toml(value)}" for key, value in table.items() if not isinstance(value, Mapping)]
         for section, values in table.items():
             if isinstance(values, Mapping):
-                plain += ["", f"[{section}]", *(f"{key} = {toml(value)}" for key, value in values.items())]
+                plain += ["", f"[{_key(section)}]", *(f"{_key(key)} = {toml(value)}" for key, value in values.items())]
     except TypeError as error:
         hint = "numbers, texts, lists and dictionaries of Python; float(x) makes one of another library's number"
         raise config_error("A field cannot be written into a run file.", str(error), hint) from error
     return "\n".join(plain) + "\n"
+
+
+def _key(name: object) -> str:
+    """Return a key of TOML: any text may be one in quotes, so that the complaint about it names the field."""
+    return name if isinstance(name, str) and _BARE_KEY.fullmatch(name) else toml(str(name))
 
 
 def _trained(model: nn.Module | Sequence[nn.Module] | Mapping[str, object]) -> dict[str, nn.Parameter]:
@@ -133,8 +143,12 @@ def _trained(model: nn.Module | Sequence[nn.Module] | Mapping[str, object]) -> d
         return {}
     if isinstance(model, nn.Module):
         return trained_parameters(model)
-    if not isinstance(model, Sequence):
-        model = [model]
+    if isinstance(model, str) or not isinstance(model, Sequence):
+        raise config_error(
+            f"The model is of the type {type(model).__name__}.",
+            "a run trains a module, or stages, or a model that the nodes build themselves",
+            'a module, a list of modules, or the fields of [model]: {"architecture": "llama", "sizes": {...}}',
+        )
     if not model or (wrong := [type(each).__name__ for each in model if not isinstance(each, nn.Module)]):
         raise config_error(
             f"The list of stages holds {wrong[0] if model else 'no module'}.",

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from noloco_node.cli.options import WebOpenOption, WebOption, page_place
+from noloco_node.cli.options import LARGEST_SEED, WebOpenOption, WebOption, page_place
 from noloco_node.machine.signals import run, unwound
 
 
@@ -18,11 +18,11 @@ def demo(
         int | None,
         typer.Option(metavar="N", min=1, help="Replicas of each stage; by default 3, or 2 where memory is short."),
     ] = None,
-    minutes: Annotated[float, typer.Option(metavar="X", min=0.2, help="About how long to train.")] = 2.0,
+    minutes: Annotated[float, typer.Option(metavar="X", min=0.2, max=1e5, help="About how long to train.")] = 2.0,
     home: Annotated[Path, typer.Option(help="Directory for journals, logs, picture and checkpoint.")] = Path(
         "noloco-demo"
     ),
-    seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, max=LARGEST_SEED, help="Seed of the run.")] = 0,
     heterogeneous: Annotated[
         bool,
         typer.Option("--heterogeneous", help="Slow one replica down to a quarter: rounds follow each one's speed."),
@@ -67,7 +67,8 @@ class SimulateOptions:
         int | None, typer.Option(metavar="N", min=1, help="Gossip rounds of each replica.", show_default="20")
     ] = None
     seed: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Seed of all that is drawn.", show_default="0")
+        int | None,
+        typer.Option(metavar="N", min=0, max=LARGEST_SEED, help="Seed of all that is drawn.", show_default="0"),
     ] = None
     out: Annotated[
         Path | None,

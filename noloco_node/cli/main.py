@@ -23,7 +23,7 @@ from typer.core import TyperGroup
 
 from noloco_node import __version__
 from noloco_node.cli import bootstrap, doctor, join, journal, local_swarm, members, models, run_file, status
-from noloco_node.errors import COMPLAINT, UserError, reason_of, storage_error, user_error_of
+from noloco_node.errors import COMPLAINT, Exit, UserError, reason_of, storage_error, usage_error, user_error_of
 from noloco_node.machine.signals import drop_output
 from noloco_node.terminal import LogLevel, complain, configure
 
@@ -41,7 +41,10 @@ class CommandGroup(TyperGroup):
         words = iter(args[:end])
         for word in words:
             if word == self.LEVEL:
-                first += [word, *(value for value in [next(words, None)] if value is not None)]
+                value = next(words, None)
+                if value is None:
+                    return super().parse_args(ctx, [word])  # which is refused
+                first += [word, value]
             else:
                 (first if word == self.FLAG or word.startswith(f"{self.LEVEL}=") else rest).append(word)
         return super().parse_args(ctx, [*first, *rest, *args[end:]])
@@ -143,6 +146,17 @@ def _root(
     configure(log_level, as_json=log_json)
 
 
+def _refusal_of(error: OSError) -> UserError | None:
+    """Return what a person can do about an error of the system; None if only the program can be at fault."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        what = "What the command returns or keeps cannot be written."
+        return storage_error(what, why=reason_of(error), hint="free some space, or write to another disk")
+    if error.filename is not None and error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP):
+        what = "A file or directory that the command needs cannot be used."
+        return usage_error(what, why=reason_of(error), hint="another path, or the rights to this one")
+    return None
+
+
 def main() -> None:
     """Run the command line and leave with its exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # what no terminal can show ends no command, as on the standard error
@@ -156,14 +170,10 @@ def main() -> None:
         complain(f"{COMPLAINT}{trouble}")
         sys.exit(trouble.code)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        if (refusal := _refusal_of(error)) is None:
             raise
-        refusal = storage_error(
-            "What the command returns or keeps cannot be written.",
-            why=reason_of(error),
-            hint="free some space, or write to another disk",
-        )
-        drop_output()
+        if refusal.code is Exit.STORAGE:  # or what is left of the output would be refused once more
+            drop_output()
         complain(f"{COMPLAINT}{refusal}")
         sys.exit(refusal.code)
     finally:

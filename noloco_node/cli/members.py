@@ -23,6 +23,7 @@ from noloco_node.errors import UserError, config_error, usage_error, user_error_
 from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.machine.signals import run
 from noloco_node.network.interface import PeerNetwork
+from noloco_node.observe.swarm_view import plain
 from noloco_node.run.runfile import read_run_text
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.access import RunAccess, connected
@@ -32,7 +33,7 @@ from noloco_node.swarm.run_distribution import RunFileText
 DAY_S = 86400
 MOST_DAYS = 36500.0
 TRY = (
-    "`noloco-node members revoke` again with --invite and the line of a bootstrap peer that runs; or start one with the"
+    "the same command again with --invite and the line of a bootstrap peer that runs; or start one with the"
     " run file beside which this list lies"
 )
 
@@ -183,13 +184,13 @@ def _listed(members: owner_files.MemberList, now_s: float) -> str:
         return "good" if entry.until > now_s else "expired"
 
     lines = [
-        f"{each.key[:12]}  {each.kind:10}  until {_day(each.until)}  {standing(each):8}  {each.note}".rstrip()
+        f"{each.key[:12]}  {each.kind:17}  until {_day(each.until)}  {standing(each):8}  {plain(each.note)}".rstrip()
         for each in members.issued
     ]
     others = {key: until for key, until in members.revoked.items() if until > now_s}
     for each in members.issued:
         others.pop(each.key, None)
-    lines += [f"{key[:12]}  {'peer':10}  shut out until {_day(others[key])}" for key in sorted(others)]
+    lines += [f"{key[:12]}  {'peer':17}  shut out until {_day(others[key])}" for key in sorted(others)]
     return "\n".join(lines or ["nobody was named, invited or shut out"])
 
 
@@ -247,7 +248,8 @@ def _given_invite(options: MemberOptions, digest: str) -> invites.Invite | None:
         return None
     invite = invites.parse(invites.found(options.invite, default_home("bootstrap")))
     if invite.digest != digest:
-        raise _usage("That invite is for another run.", "the line that this run's bootstrap peer printed")
+        why = f"the invite names {invite.digest[:12]}, {options.run} is {digest[:12]}"
+        raise _usage("That invite is for another run.", "the line that this run's bootstrap peer printed", why)
     return invite
 
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from noloco_node.cli import options
+from noloco_node.cli.options import (
+    LARGEST_SEED,
+    OWNER_RUN,
+    HomeOption,
+    LocalOption,
+    OwnerOption,
+    default_home,
+    directory_there,
+    invite_text,
+)
 from noloco_node.errors import usage_error
 from noloco_node.export.hub import check_push, push
 from noloco_node.export.sources import check_export, check_models
@@ -21,7 +31,7 @@ AdaptedOption = Annotated[
         "--weights",
         metavar="DIR",
         help="The model that an adapter is for (init --from DIR).",
-        callback=options.directory_there,
+        callback=directory_there,
         show_default="the one that adapter_config.json names",
     ),
 ]
@@ -35,21 +45,17 @@ HomesOption = Annotated[
 ]
 
 
-def export(
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="New directory for the checkpoint.")],
-    invite: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="INVITE", help="Invite of a living swarm, or a home that keeps one.", callback=options.invite_text
-        ),
-    ] = None,
-    from_home: HomesOption = None,
-    local: options.LocalOption = None,
-    home: options.HomeOption = None,
-    owner_run: options.OwnerOption = options.OWNER_RUN,
+@dataclass(frozen=True)
+class ExportOptions:
+    """The options of `export`, but for its directory."""
+
+    from_home: HomesOption = None
+    local: LocalOption = None
+    home: HomeOption = None
+    owner_run: OwnerOption = OWNER_RUN
     merge: Annotated[
         bool, typer.Option("--merge", help="Of a run of adapters: the whole model, adapters added to its weights.")
-    ] = False,
+    ] = False
     weights: Annotated[
         Path | None,
         typer.Option(
@@ -57,16 +63,16 @@ def export(
             metavar="DIR",
             help="The checkpoint that a run of adapters started from (init --from DIR), or the frozen model that init"
             " wrote: to merge, and to judge replicas by their loss.",
-            callback=options.directory_there,
+            callback=directory_there,
         ),
-    ] = None,
+    ] = None
     best: Annotated[
         bool,
         typer.Option(
             "--best",
             help="With --from-home: the weights of the best evaluation that these homes have kept, of one peer.",
         ),
-    ] = False,
+    ] = False
     push_to: Annotated[
         str | None,
         typer.Option(
@@ -74,34 +80,42 @@ def export(
             metavar="OWNER/NAME",
             help="Send the checkpoint to this model of the Hugging Face hub too, made there and private if it is new.",
         ),
+    ] = None
+    public: Annotated[bool, typer.Option("--public", help="With --push: a new model is for everybody to read.")] = False
+
+
+def export(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="New directory for the checkpoint.")],
+    options: ExportOptions,
+    invite: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="INVITE", help="Invite of a living swarm, or a home that keeps one.", callback=invite_text
+        ),
     ] = None,
-    public: Annotated[
-        bool, typer.Option("--public", help="With --push: a new model is for everybody to read.")
-    ] = False,
 ) -> None:
     """Gather every stage, average its replicas, write one Hugging Face checkpoint; after an interruption, go on.
 
     A run of adapters is written as PEFT's files, or with --merge as a whole model.
     """
-    place = home or options.default_home("node")
+    place, homes = options.home or default_home("node"), options.from_home or ()
     given = None if invite is None else found(invite, place)
-    check_export(out, given, from_home or (), best=best)
-    if push_to is not None:
-        check_push(push_to)
-    elif public:
+    check_export(out, given, homes, best=options.best)
+    if options.push_to is not None:
+        check_push(options.push_to)
+    elif options.public:
         raise usage_error(
             "There is nothing to make public.", "--public was given without --push", "add --push OWNER/NAME"
         )
+    from noloco_node.export.adapter_files import AdapterExport
     from noloco_node.export.exporter import export as export_model
 
-    visitor = Visitor(tuple(local or ()), place, owner_run)
-    from noloco_node.export.adapter_files import AdapterExport
-
-    wanted = AdapterExport(merge, weights)
-    typer.echo(run(export_model(out, given, from_home or (), visitor, wanted, best=best)))
-    if push_to is not None:
+    visitor = Visitor(tuple(options.local or ()), place, options.owner_run)
+    wanted = AdapterExport(options.merge, options.weights)
+    typer.echo(run(export_model(out, given, homes, visitor, wanted, best=options.best)))
+    if options.push_to is not None:
         with unwound():
-            typer.echo(push(out, push_to, public=public))
+            typer.echo(push(out, options.push_to, public=options.public))
 
 
 def evaluate(
@@ -146,7 +160,7 @@ def generate(
     top_k: Annotated[
         int, typer.Option(metavar="N", min=0, help="Draw from so many of the most probable; 0: from all.")
     ] = 40,
-    seed: Annotated[int, typer.Option(help="Equal seeds give equal texts.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, max=LARGEST_SEED, help="Equal seeds give equal texts.")] = 0,
 ) -> None:
     """Let a checkpoint, or an adapter over one, go on from a prompt, token by token."""
     (model,) = check_models([directory], (), weights)  # before torch is loaded

@@ -15,10 +15,11 @@ from typing import Annotated
 
 import typer
 
-from noloco_node.errors import config_error, usage_error
+from noloco_node.errors import config_error, reason_of, usage_error
 from noloco_node.limits.budget import OwnerLimits, read_owner_limits, read_size
 from noloco_node.observe.curves import CurveFormat, read_formats
 from noloco_node.run.config import MOST_SLOWDOWN
+from noloco_node.run.fields import short
 from noloco_node.storage.checkpoint import KEPT
 from noloco_node.storage.home import HomePaths
 from noloco_node.terminal import warn
@@ -26,6 +27,7 @@ from noloco_node.web.places import PagePlace, kept_token, new_token, parse_place
 
 INVITE_VARIABLE = "NOLOCO_INVITE"
 MOST_PROMPTS, LONGEST_PROMPT = 4, 200
+LARGEST_SEED = 2**63 - 1  # that a run file takes
 TYPED_SECRET = (
     "this invite is a secret, and every user of this machine can read it in the list of processes: give a file that "
     "holds it, or - to read it from the standard input"
@@ -35,7 +37,8 @@ TYPED_SECRET = (
 def invite_text(given: str | None) -> str | None:
     """Return an invite as typed, or read it from a file or the standard input (`-`).
 
-    Warns of a typed secret, which the list of processes shows. Raises `UserError` if a file cannot be read.
+    Warns of a typed secret, which the list of processes shows. Raises `UserError` if a file cannot be read, or where
+    the text is neither an invite nor a path of something.
     """
     if given is None:
         return None
@@ -43,13 +46,19 @@ def invite_text(given: str | None) -> str | None:
     if not typed and not os.path.isfile(path):  # unlike Path.is_file, this takes a text of any length
         if given in sys.argv and "#" in given and not given.endswith("#open"):
             warn(TYPED_SECRET)
+        if given.strip() and not given.lstrip().startswith("noloco") and not os.path.isdir(path):
+            raise config_error(
+                f"There is no invite {short(given)!r}.",
+                "it is no file and no home of a node, and an invite begins with 'noloco'",
+                "check the path, or paste the line which `noloco-node bootstrap` printed",
+            )
         return given
     try:
         return (sys.stdin.readline() if typed else Path(path).read_text()).strip()
     except (OSError, UnicodeDecodeError) as error:
         what = f"The invite cannot be read from {'the standard input' if typed else given}."
         hint = "give a file that holds the line which `noloco-node bootstrap` printed, or the line itself"
-        raise config_error(what, str(error), hint) from error
+        raise config_error(what, reason_of(error), hint) from error
 
 
 def directory_there(given: Path | None) -> Path | None:
@@ -248,7 +257,7 @@ class JoinOptions:
         ),
     ] = False
     threads: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="CPU threads for torch.", show_default="all cores")
+        int | None, typer.Option(metavar="N", min=1, max=4096, help="CPU threads for torch.", show_default="all cores")
     ] = None
     max_memory: Annotated[
         str | None,
@@ -322,12 +331,18 @@ class JoinOptions:
         ),
     ] = False
     linger: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.0, help="For how long to go on serving the weights after the run.")
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0.0, max=1e9, help="For how long to go on serving the weights after the run."
+        ),
     ] = 600.0
     refresh: Annotated[
         float,
         typer.Option(
-            metavar="SECONDS", min=0.1, help="How often to tell the others of oneself and to read the roster."
+            metavar="SECONDS",
+            min=0.1,
+            max=3600.0,
+            help="How often to tell the others of oneself and to read the roster.",
         ),
     ] = 10.0
     slowdown: Annotated[

@@ -32,6 +32,8 @@ USUAL: dict[str, Any] = {
 }
 """Defaults of machines, in the order in which messages list them."""
 
+ALL_LAYERS, ANY_BASE = NO_ADAPTER.targets[0], "auto"
+
 
 @dataclass(frozen=True)
 class MachineOptions:
@@ -167,14 +169,14 @@ def init(
     ] = None,
     target: Annotated[
         str, typer.Option(metavar="NAMES", help="Layers that have an adapter, by name: q_proj,v_proj; or all-linear.")
-    ] = "all-linear",
+    ] = ALL_LAYERS,
     base: Annotated[
         str,
         typer.Option(
             metavar="FORM",
             help="Form of the model's own weights: float32, bfloat16, int8, nf4; auto: by the machines, or bfloat16.",
         ),
-    ] = "auto",
+    ] = ANY_BASE,
 ) -> None:
     """Write a commented run file, the recipe that all peers of a run share.
 
@@ -183,14 +185,19 @@ def init(
     most tokens a second that fit, with the preset's budget of tokens.
     """
     with unwound():
-        any_base = lora is not None and base == "auto"
-        adapter = adapter_of(origin, lora, target, NO_ADAPTER.base if any_base else base)
+        adapter, any_base = adapter_of(origin, lora, target, base), lora is not None and base == ANY_BASE
         typer.echo(write_run(path, preset, origin, admission, options, adapter, any_base=any_base, overwrite=force))
 
 
 def adapter_of(origin: Path | None, rank: int | None, targets: str, base: str) -> AdapterConfig:
     """Return the adapters that a person asks for; raise `UserError` if that is no adapter."""
     if rank is None:
+        if (targets, base) != (ALL_LAYERS, ANY_BASE):
+            raise usage_error(
+                "There are no adapters that --target and --base could shape.",
+                why="both say what adapters are like, and only --lora makes a run of adapters",
+                hint="add --lora RANK, or leave --target and --base out",
+            )
         return NO_ADAPTER
     if origin is None:
         raise usage_error(
@@ -199,7 +206,8 @@ def adapter_of(origin: Path | None, rank: int | None, targets: str, base: str) -
             hint="noloco-node init --from DIR --lora RANK",
         )
     names = [each.strip() for each in targets.split(",") if each.strip()]
-    table = {"rank": rank, "alpha": 2.0 * rank, "targets": names, "base": base}
+    form = NO_ADAPTER.base if base == ANY_BASE else base
+    table = {"rank": rank, "alpha": 2.0 * rank, "targets": names, "base": form}
     return converted(table, AdapterConfig, "the adapter of --lora")
 
 
@@ -251,11 +259,12 @@ def write_run(
         advice += f"\nThe other nodes fetch the model from a peer that has it:  {command}"
     if rule is None:
         write_text(path, text, overwrite=overwrite)
-        return f"Wrote {path}. {advice}{expected}"
+        return f"Wrote {path}.\n{advice}{expected}"
     key = make_key(path)
     write_text(path, with_owner(text, public_half(key), rule), overwrite=overwrite)
     save_key(path, key)
-    return f"Wrote {path}, and {key_file(path)}: the key of this run's owner, for nobody else.\n{advice}{expected}"
+    owner = f"Wrote {key_file(path)}, the key of this run's owner, for nobody else."
+    return f"Wrote {path}.\n{owner}\n{advice}{expected}"
 
 
 def check(

@@ -105,13 +105,14 @@ class Blocks(BlockSource):
         owner: str,
         *,
         packed: bool = False,
+        held_out: bool = True,
     ) -> None:
         """Cut `documents` into blocks. `owner`: whose order it is (a position is of no use to another).
 
-        `packed`: whether rows share sequences.
+        `packed`: whether rows share sequences. `held_out`: whether validation reads a part of the text, not all of it.
         """
         self._documents, self._encoder, self._length = documents, encoder, sequence_length
-        self._packed = packed
+        self._packed, self._held_out = packed, held_out
         self._pending: deque[_Drawn] = deque()
         self._carried: _Drawn | None = None  # a row that did not fit into the last sequence
         self._offset = self._available = self._blocks = 0
@@ -125,13 +126,14 @@ class Blocks(BlockSource):
             taken.append(self._take(missing))
             missing -= len(taken[-1])
         if missing and self._blocks == 0 and self._offset == 0:
-            few = f"what is held out has {self._available} tokens, a block has {self._length + 1}"
+            subject = "what is held out" if self._held_out else "all of it"
+            few = f"{subject} has {self._available} tokens, a block has {self._length + 1}"
             if isinstance(self._encoder, RowEncoder):
-                few = "none of the rows that fit is held out"
+                few = "none of the rows that fit is held out" if self._held_out else "it has no row that fits"
             raise config_error(
                 "The data source has too little text for validation.",
                 why="; ".join((few, *self._documents.unread.summary())),
-                hint="a larger data.validation_percent, or more text",
+                hint="a larger data.validation_percent, or more text" if self._held_out else "more text",
             )
         return torch.cat(taken) if taken else torch.empty(0, self._length + 1, dtype=torch.int64)
 
@@ -348,7 +350,8 @@ def _open_source(data: DataConfig, sequence_length: int, seed: int, peer: str, p
             why="data.validation_percent is 0",
             hint="text of your own to evaluate on",
         )
-    return Blocks(_documents(data, order, sequence_length), encoder, sequence_length, owner, packed=packed)
+    documents, held_out = _documents(data, order, sequence_length), data.validation_percent < 100
+    return Blocks(documents, encoder, sequence_length, owner, packed=packed, held_out=held_out)
 
 
 def _documents(data: DataConfig, order: ReadingOrder, sequence_length: int) -> Documents:

@@ -235,8 +235,8 @@ class FileDocuments:
                 raise config_error(
                     "The data source has no text.",
                     why="; ".join(self.unread.summary())
-                    or f"each of its {len(self._pieces)} documents is empty, or held out for validation",
-                    hint="another data.path, or a smaller data.validation_percent",
+                    or f"all of its documents ({len(self._pieces)}) are empty, or held out for validation",
+                    hint="another data.path (or --data), or a smaller data.validation_percent",
                 )
 
     def _read(self, number: int) -> str:
@@ -345,7 +345,7 @@ def find_files(path: str, suffixes: tuple[str, ...] = ("",)) -> list[tuple[str, 
         raise config_error(
             f"There is no data at {path!r}.",
             why=f"it is no file, no directory with {of_kind}files in it, and no glob that matches one",
-            hint="an existing path; it is read relative to the directory in which the node was started",
+            hint="an existing path; it is read relative to the directory in which the command was started",
         )
     return found
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
-from noloco_node.errors import storage_error
+from noloco_node.errors import reason_of, storage_error
 from noloco_node.export.model_card import CARD, CURVE, Library, held_out_curve, model_card
 from noloco_node.export.sources import ADAPTER_CONFIG, NOTES, Provenance, check_target
 from noloco_node.run.config import DataConfig, ModelConfig
@@ -77,11 +77,8 @@ def write_parameters(directory: Path, parameters: Mapping[str, Tensor], notes: P
     Raises `UserError` if the target is not empty or the disk refuses.
     """
     with _written_aside(directory) as aside:
-        save_file({name: each.contiguous() for name, each in parameters.items()}, aside / PARAMETERS)
+        _write_tensors(aside / PARAMETERS, parameters)
         _write_notes(aside, notes, Library.TORCH)
-        found = load_file(aside / PARAMETERS)
-        if any(not torch.equal(found[name], each) for name, each in parameters.items()):
-            raise OSError(f"{PARAMETERS} was read back from the disk as something else")
 
 
 def write_adapter(
@@ -91,15 +88,21 @@ def write_adapter(
 
     `settings`: what its adapter_config.json says.
     """
-    named = {f"base_model.model.{name}": weight.contiguous() for name, weight in weights.items()}
     with _written_aside(directory) as aside:
         (aside / ADAPTER_CONFIG).write_bytes(msgspec.json.format(msgspec.json.encode(settings), indent=2) + b"\n")
-        save_file(named, aside / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        _write_tensors(
+            aside / ADAPTER_WEIGHTS, {f"base_model.model.{name}": weight for name, weight in weights.items()}
+        )
         tokenizer.save_pretrained(aside)
         _write_notes(aside, notes, Library.PEFT)
-        found = load_file(aside / ADAPTER_WEIGHTS)
-        if found.keys() != named.keys() or not all(torch.equal(found[name], named[name]) for name in named):
-            raise OSError(f"{ADAPTER_WEIGHTS} was read back from the disk as something else")
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write one file of tensors; raise `OSError` unless it is read back as they are."""
+    save_file({name: each.contiguous() for name, each in tensors.items()}, path, metadata={"format": "pt"})
+    found = load_file(path)
+    if found.keys() != tensors.keys() or not all(torch.equal(found[name], each) for name, each in tensors.items()):
+        raise OSError(f"{path.name} was read back from the disk as something else")
 
 
 def _write_notes(aside: Path, notes: Provenance, library: Library) -> None:
@@ -154,7 +157,7 @@ def _written_aside(directory: Path) -> Iterator[Path]:
         flush(directory.absolute().parent)
     except (OSError, SafetensorError) as error:
         hint = "free some space, or choose another directory"
-        raise storage_error(f"The checkpoint cannot be written to {directory}.", str(error), hint) from error
+        raise storage_error(f"The checkpoint cannot be written to {directory}.", reason_of(error), hint) from error
 
 
 def _follow_umask(directory: Path) -> None:

@@ -209,7 +209,7 @@ def merged(stage: int, filed: Sequence[ReplicaFile], shapes: Shapes, rounds_behi
                 return MergedReplicas(opened.mean(kept), taken, tuple(left_out), keeper)
             why = "; ".join(f"{each.peer}: {each.why}" for each in left_out) or "no file holds any of its weights"
     except (OSError, ValueError) as error:
-        why = str(error)
+        why = reason_of(error)
     raise UserError(
         f"There are no usable weights of stage {stage}.",
         why=why,

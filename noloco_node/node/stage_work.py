@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -17,7 +16,8 @@ from noloco_node.node.replica import Replica
 from noloco_node.run.config import RunConfig
 from noloco_node.storage.checkpoint import Counters
 from noloco_node.swarm.membership import Membership
-from noloco_node.swarm.run_samples import ALONE_S, RunSamples, is_over_below
+from noloco_node.swarm.run_samples import ALONE_S, NEARLY_OVER, RunSamples, is_over_below
+from noloco_node.swarm.shards import LEAST_PAUSE_S
 from noloco_node.tasks import loop_s
 
 
@@ -79,11 +79,17 @@ class StageWork:
         else:
             begun_s, served = loop_s(), replica.microbatches
 
-            def over() -> bool:
-                roster, idle_s = self._membership.roster, loop_s() - max(begun_s, served.returned_s)
-                return is_over_below(self._run, roster, served.issued.samples, replica.progress.value, idle_s)
+            def idle_s() -> float:
+                return loop_s() - max(begun_s, served.returned_s)
 
-            await self._seen(over)
+            def over() -> bool:
+                roster, samples = self._membership.roster, served.issued.samples
+                return is_over_below(self._run, roster, samples, replica.progress.value, idle_s())
+
+            def seems_over() -> bool:
+                return idle_s() > (LEAST_PAUSE_S if replica.progress.value >= NEARLY_OVER else ALONE_S)
+
+            await self._seen(over, seems_over)
 
     async def run_until_deserted(self, replica: Replica) -> None:
         """Return when the run is over at stage 0 and no peer is left to which our microbatches could go.
@@ -100,11 +106,19 @@ class StageWork:
 
         await self._seen(deserted)
 
-    async def _seen(self, over: Callable[[], bool]) -> None:
+    async def _seen(self, over: Callable[[], bool], seems_over: Callable[[], bool] = lambda: False) -> None:
+        """Return once the roster says that the run is over.
+
+        `seems_over`: no work comes any more. Then a sample, whose reading may not be due for minutes, is read at once.
+        """
         while not over():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(ALONE_S):
+            is_sample = self._membership.roster.is_sample
+            try:
+                async with asyncio.timeout(LEAST_PAUSE_S if is_sample else ALONE_S):
                     await self._membership.changed()
+            except TimeoutError:
+                if is_sample and seems_over():
+                    await self._membership.peek()
 
     async def _make_source(self, replica: Replica) -> MicrobatchSource:
         opened, resumed = self.text is None, self._resumed

@@ -17,10 +17,13 @@ from noloco_node.run.peer_state import PeerState
 
 
 class JournalObserver:
-    """Makes views of peers' histories, and feeds them events. `run`: the run file, where there is one."""
+    """Makes views of peers' histories, and feeds them events.
 
-    def __init__(self, name: str, histories: Sequence[PeerHistory], run: RunConfig | None) -> None:
-        self._name, self.histories, self._run = name, list(histories), run
+    `run`: the run file, where there is one; `run_id`: its digest, where that is known.
+    """
+
+    def __init__(self, name: str, histories: Sequence[PeerHistory], run: RunConfig | None, run_id: str = "") -> None:
+        self._name, self.histories, self._run, self._run_id = name, list(histories), run, run_id
         self._changes: deque[views.Change] = deque(maxlen=views.MOST_CHANGES)
         self._course = views.Course()
 
@@ -55,6 +58,7 @@ class JournalObserver:
         newest = max(evaluated, key=lambda each: each.at, default=None)
         totals = views.RunTotals(
             name=self._name,
+            run_id=self._run_id,
             progress=progress,
             tokens=tokens,
             budget_tokens=budget,

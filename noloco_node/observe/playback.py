@@ -166,9 +166,10 @@ class Recording:
         name: str,
         run: RunConfig | None,
         faults: Sequence[Change] = (),
+        run_id: str = "",
     ) -> None:
-        """`journals`: events in order, by the name of their peer. `faults`: of a simulation."""
-        self._title, self._run, self._faults = name, run, faults
+        """`journals`: events in order, by the name of their peer. `faults`: of a simulation. `run_id`: if known."""
+        self._title, self._run, self._faults, self._run_id = name, run, faults, run_id
         self._events = sorted(
             chain.from_iterable(((event.at, peer, event) for event in taken) for peer, taken in journals.items()),
             key=itemgetter(0),
@@ -183,7 +184,7 @@ class Recording:
     def _rewind(self) -> None:
         self._by_name: dict[str, PeerHistory] = {}
         self._heard: dict[str, float] = {}
-        self._observer = JournalObserver(self._title, (), self._run)
+        self._observer = JournalObserver(self._title, (), self._run, self._run_id)
         self._next, self._now, self._told = 0, self.begun, 0
 
     def at(self, now: float) -> SwarmView:
@@ -238,7 +239,7 @@ def read_journals(places: Sequence[Path]) -> Recording:
     last = max(begun, key=lambda event: event.at, default=None)
     if last is not None:
         taken = {name: list(_of_run(each, last.run)) for name, each in taken.items()}
-    return Recording(taken, title, run)
+    return Recording(taken, title, run, run_id="" if last is None else last.run)
 
 
 class _TraceLine(msgspec.Struct):

@@ -497,7 +497,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         )
         planned = (
             f"run {short(self.name)!r}: {cut.stages} stage{'s' * (cut.stages > 1)}, "
-            f"{cut.replicas} replicas planned of each, {self.tokens(self.budget_samples):,} tokens to train on"
+            f"{cut.replicas} replica{'s' * (cut.replicas > 1)} planned of each, "
+            f"{self.tokens(self.budget_samples):,} tokens to train on"
         )
         if model.is_foreign:
             numbers = sum(prod(shape) for shape in model.foreign_parameters.values())

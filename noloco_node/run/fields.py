@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import re
 import tomllib
 import types
@@ -248,11 +249,17 @@ def _in_words(annotation: Any) -> str:
 
 
 def toml(value: Any) -> str:
-    """Return a value of JSON in TOML, in a line; TypeError for None, which TOML has not."""
+    """Return a value of JSON in TOML, in a line; TypeError for what TOML has not: None, half of a surrogate pair."""
     if value is None:
         raise TypeError("None has no form in TOML")
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(name)} = {toml(each)}" for name, each in value.items()) + "}"
+        return "{" + ", ".join(f"{toml(name)} = {toml(each)}" for name, each in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml, value)) + "]"
-    return json.dumps(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
+    # JSON escapes what is above U+FFFF by two surrogates, which TOML refuses; and TOML wants U+007F escaped.
+    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if not text.isascii() and re.search("[\ud800-\udfff]", text):
+        raise TypeError(f"{value!a} is no text of Unicode")
+    return text

@@ -7,7 +7,7 @@ hand: a run file is the first page of the manual.
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Mapping
 from importlib import resources
@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from noloco_node.errors import os_errors_as, storage_error, usage_error
+from noloco_node.run.fields import toml
 from noloco_node.storage import atomic_file
 
 Preset: TypeAlias = dict[str, Any]  # the values of a preset (`presets.toml`), by field
@@ -57,7 +58,8 @@ def with_fields(text: str, values: Mapping[str, Mapping[str, object]]) -> str:
     for section, fields in values.items():
         begin, heading, end = text.partition(f"\n[{section}]\n")
         for name, value in fields.items():
-            end, found = re.subn(rf"(?m)^{name} = .*$", f"{name} = {value}", end, count=1)
+            line = f"{name} = {value}".replace("\\", r"\\")  # or re would read a group in \1
+            end, found = re.subn(rf"(?m)^{name} = .*$", line, end, count=1)
             if not found:
                 raise ValueError(f"the text has no {section}.{name}")
         text = begin + heading + end
@@ -80,13 +82,13 @@ def numbers_of(preset: str) -> Preset:
 
 def check_named(path: Path) -> None:
     """Raise `UserError` if a directory is where a run file is to be written."""
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path.is_dir, this takes a path of any length
         raise usage_error(f"{path} is a directory.", why="a run is one file", hint=f"{path / 'run.toml'}, for example")
 
 
 def check_free(path: Path, hint: str = "another path, or --force") -> None:
     """Raise `UserError` if a file is where one of a run is to be written."""
-    if path.exists():
+    if os.path.exists(path):
         raise usage_error(
             f"{path} is there already.", "it may be all that is left of a run, so it is not overwritten unasked", hint
         )
@@ -96,7 +98,7 @@ def write_text(path: Path, text: str, *, overwrite: bool) -> None:
     """Write a run file's text to `path`; raise `UserError` if a file is in the way."""
     if not overwrite:
         check_free(path)
-    hint = "a path in a directory that exists and is yours"
+    hint = "free some space, or a path in a directory that exists and is yours"
     with os_errors_as(storage_error, f"{path} cannot be written.", hint):
         atomic_file.write(path, text.encode(), public=True)
 
@@ -143,10 +145,11 @@ def written(
         text = f"{text[:begin]}$model\n{text[end:]}"
     for field, value in (data or {}).items():
         # Where the template has only an example of a field, the example gives way.
-        line = f"{field} = {json.dumps(value)}".replace("$", "$$")
+        line = f"{field} = {toml(value)}".replace("$", "$$")
         found = re.search(rf"^(# )?{field} = .*$", text, flags=re.M)
         assert found is not None
         text = text[: found.start()] + line + text[found.end() :]
     if data_sections:
-        text = text.replace("[inner]\n", f"{data_sections}\n\n[inner]\n")
+        sections = data_sections.replace("$", "$$")
+        text = text.replace("[inner]\n", f"{sections}\n\n[inner]\n")
     return Template(text).substitute(numbers, name=name, seed=seed, model=model, tokenizer=tokenizer)

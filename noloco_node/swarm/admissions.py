@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import time
 from contextlib import nullcontext
 from operator import attrgetter
@@ -77,7 +78,8 @@ class HostedAdmissions:
         if self._admission.owner is None or self._admission.rule == "open":
             return f"to join {usable}: noloco-node join {invite}"
         who = " PEER" if self._admission.rule == "listed" else ""
-        return f"to let a peer in: noloco-node members invite{who} --run {self._run_file} --invite {invite}"
+        run = shlex.quote(str(self._run_file))
+        return f"to let a peer in: noloco-node members invite{who} --run {run} --invite {invite}"
 
     async def admitted(self, network: PeerNetwork) -> PeerNetwork:
         """Return the network as a member uses it, and serve tickets if we may sign them."""

@@ -132,6 +132,8 @@ class Membership:
         self._own: PeerRecord | None = None
         self._publish_s = float("-inf")
         """When our record is to be published again (loop seconds)."""
+        self._published_depth = 0
+        """The depth that our last record said."""
         self._serial = 0
         self._kept_s = 0.0
         """The longest life in the DHT that a record of ours had."""
@@ -313,7 +315,7 @@ class Membership:
             self.receipts.take(receipts, () if self.issued is None else self.issued.brought)
         if found.get(0) is not None:
             self._progress.see(self._records.believed[0].values(), self._records.of_sources, now_s)
-        if self._progress.lost_one and not is_sample:
+        if self._progress.lost_one and not is_sample and not any(self._sizes):
             read[self._sources_key], *_ = await self._network.read_all([self._sources_key])
         sources = read.get(self._sources_key)
         if sources is not None:
@@ -349,9 +351,16 @@ class Membership:
         size = stage_size(counted, len(shards))
         # No receipts are read from then on: a peer that takes part asks for a shard that is full enough.
         is_sure = self._own is None or (depth > 0 and len(counted) >= LEAST_IN_SHARD)
-        self._sizes[stage] = size if size.error and is_sure else None
         before, depth = depth, next_depth(counted, size.peers)
         self._depths[stage] = depth
+        # Only where each record stands for itself: names that say a great depth shall displace nobody.
+        if depth > before and not size.error:
+            shards = self._follow(stage)
+            left = self._records.narrow(stage, shards, LEAST_IN_SHARD)
+            if left:
+                # The error is that of the readings to come.
+                size, is_sure = StageSize(size.peers, stage_size([depth] * left, len(shards)).error), True
+        self._sizes[stage] = size if size.error and is_sure else None
         if self._own is not None and self._own.stage == stage and depth != before:
             self._publish_s = float("-inf")
         self._reads_parents[stage] = any(each < depth for each in depths.values())
@@ -442,7 +451,10 @@ class Membership:
         is_listed = any(took[: len(keys)])
         self.unlisted_since_s = None if is_listed else self.unlisted_since_s or loop_s()
         # Within a tenth: the next chance is a refresh later.
-        self._publish_s = loop_s() + (0.9 * RENEWED_S if is_listed and is_sampled else 0.0)
+        # The first record under new keys is soon followed by another: who changes with us may have read before it.
+        is_known = is_listed and is_sampled and depth == self._published_depth
+        self._published_depth = depth
+        self._publish_s = loop_s() + (0.9 * RENEWED_S if is_known else 0.0)
 
     def _is_due(self, last_s: float) -> bool:
         """Say whether receipts that we last published or read at that time are to be published or read again."""

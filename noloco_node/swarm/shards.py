@@ -74,6 +74,10 @@ class Shard(NamedTuple):
         above = depth == self.depth - 1 and self.parent.holds(peer, depth)
         return above or self.holds(peer, depth)
 
+    def would_hold(self, peer: str, depth: int) -> bool:
+        """Say whether a peer of this depth writes here, or would if it took the depth of this shard."""
+        return self.holds(peer, max(depth, self.depth))
+
 
 def next_pause_s(pause_s: float, gone: float, most_s: float) -> float:
     """Return the pause after the next reading of a sample, of which this part was gone after the last pause.

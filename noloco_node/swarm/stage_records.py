@@ -123,6 +123,11 @@ class PeerTable:
         self._entries.clear()
         self._aged_s = self._believed = None
 
+    def keep(self, peers: Collection[str]) -> None:
+        """Forget all other peers."""
+        self._entries = {peer: entry for peer, entry in self._entries.items() if peer in peers}
+        self._believed = None
+
     def take(
         self,
         news: Mapping[str, Published],
@@ -277,6 +282,25 @@ class StageRecords:
             for peer, entry in self._tables[stage].known.items()
             if entry.believed and entry.published.record.state is not PeerState.LEAVING
         }
+
+    def narrow(self, stage: int, shards: Sequence[Shard], least: int) -> int:
+        """Forget the peers of a stage that readings of these shards will not find, if at least so many are left.
+
+        A peer of a depth that the shards or their parents do not show is found there once it takes their depth, or
+        never. Returns how many believed peers are left, 0 if none was forgotten.
+        """
+        table = self._tables[stage]
+        kept = {
+            peer: entry.believed
+            for peer, entry in table.known.items()
+            if entry.published.depth >= shards[0].depth - 1
+            or any(shard.would_hold(peer, entry.published.depth) for shard in shards)
+        }
+        left = sum(kept.values())
+        if len(kept) == len(table.known) or left < least:
+            return 0
+        table.keep(kept)
+        return left
 
     def focus(self, stages: Collection[int]) -> None:
         """Watch only these stages from now on, and stage 0."""

@@ -61,8 +61,8 @@ The trained model has 35 thousand parameters and 120 steps, so it is still in th
 more tokens count for much. Replicas hold the whole model; a pipeline is not drawn. All lines of a cell are alike.
 Gossip has the production's bounds on a partner; the means have no such bounds, and trust everybody. The verdicts hold
 for the means as they are built here. Places without five seeds are leads. `init` and `check` say what the map has on
-lines like those of a plan (`noloco_node.planning.expectation`), and choose no method by it: most swarms that a planner
-plans have larger models, and many have more replicas and larger models than what has run.
+lines like those of a plan (`noloco_node.planning.expectation`), and choose no method by it: the swarms that a planner
+plans have far larger models than what has run. With 64 replicas only the middle churn has run.
 
     python -m research.laboratory.map  # goes on with what is missing: seed after seed, the most telling places first"""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -131,6 +132,25 @@ def test_the_list_says_what_has_expired(tmp_path: Path) -> None:
     assert "good" in second
 
 
+def test_each_entry_of_the_list_is_one_line_and_its_columns_stand_below_each_other(tmp_path: Path) -> None:
+    owner = Owner(tmp_path, "invited")
+    owner.invited(PEER, "--note", "two\nlines\x1b[31m")
+    owner.invited("--note", "Ada")
+    owner.members("ban", OTHER)
+    lines = owner.members("list").splitlines()
+    assert len(lines) == 3
+    assert all(line.isprintable() for line in lines)
+    assert len({line.index("until") for line in lines[:2]} | {lines[2].index("shut out until")}) == 1
+
+
+def test_a_bootstrap_peer_says_a_command_that_a_shell_takes(tmp_path: Path) -> None:
+    (directory := tmp_path / "a run").mkdir()
+    owner = Owner(directory, "invited")
+    hosted = HostedAdmissions(owner.recipe, owner.run, directory / "identity.key", None)
+    words = shlex.split(hosted.advice(owner.base, "anywhere").partition(": ")[2])
+    assert words == ["noloco-node", "members", "invite", "--run", str(owner.run), "--invite", owner.base]
+
+
 def test_two_commands_at_once_lose_no_entry(tmp_path: Path) -> None:
     owner = Owner(tmp_path, "invited")
     count, code = 4, "import sys; from noloco_node.cli.main import main; main()"
@@ -192,7 +212,7 @@ def test_a_ban_needs_no_ticket_of_ours_and_lasts_so_many_days(tmp_path: Path) ->
 @pytest.mark.parametrize("action", ["invite", "revoke", "ban"])
 def test_nothing_is_written_where_the_invite_cannot_be_used(tmp_path: Path, action: str, invite: str) -> None:
     owner = Owner(tmp_path, "open")
-    with pytest.raises(UserError, match=r"not a valid invite|another run"):
+    with pytest.raises(UserError, match=r"no invite|not a valid invite|another run"):
         owner.members(action, PEER, "--invite", invite)
     assert not members_file(owner.run).exists()
 

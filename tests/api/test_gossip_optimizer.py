@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import noloco_node
 from noloco_node.errors import Exit, UserError
+from noloco_node.export.sources import model_in
 from noloco_node.journal.events import Event, Finished, InnerStep
 from noloco_node.journal.reader import read
 
@@ -58,9 +59,17 @@ def events(run: Run, name: str, kind: type[Event]) -> list[Event]:
     return [event for event in read(run.directory / name / "journal.jsonl") if isinstance(event, kind)]
 
 
+def failing() -> float:
+    raise FloatingPointError("mine")
+
+
 def test_a_member_begins_with_the_runs_weights_and_trains_as_its_optimiser_does(run: Run) -> None:
+    with pytest.raises(UserError) as refused:
+        joined(run, "other", nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
+    assert refused.value.code is Exit.CONFIG
+    assert "2.weight is [2, 8], and the run's is [1, 8]" in refused.value.why
     net, alone = module(), module()
-    with joined(run, "one", net) as optimizer:
+    with joined(run, "one", net) as optimizer:  # the refused one is no first one
         alone.load_state_dict(net.state_dict())
         plain = torch.optim.SGD(alone.parameters(), lr=0.1)
         schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (optimizer, plain)]
@@ -80,6 +89,9 @@ def test_a_member_begins_with_the_runs_weights_and_trains_as_its_optimiser_does(
         status = next(iter(noloco_node.Swarm(run.invite, home=run.directory / "look").watch()))
         assert [each.state for each in status.peers] == ["training"]
         optimizer.catch_up()
+        with pytest.raises(FloatingPointError, match="mine"):
+            optimizer.step(failing)
+        assert optimizer.step() is None
         child = os.fork()
         if child == 0:
             try:
@@ -93,7 +105,7 @@ def test_a_member_begins_with_the_runs_weights_and_trains_as_its_optimiser_does(
             call()
     optimizer.leave()
     steps = events(run, "one", InnerStep)
-    assert [step.loss is not None for step in steps] == [True] * 3
+    assert [step.loss is not None for step in steps] == [True] * 5  # the last two: the loss that was said last
     assert events(run, "one", Finished)
 
 
@@ -142,31 +154,9 @@ def test_a_member_that_comes_back_brings_its_moments_as_a_torch_program_does(run
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), alone.parameters(), strict=True))
 
 
-def test_what_the_inner_optimiser_raises_is_the_programs(run: Run) -> None:
-    net = module()
-
-    def closure() -> float:
-        raise FloatingPointError("mine")
-
-    with joined(run, "raising", net) as optimizer:
-        with pytest.raises(FloatingPointError, match="mine"):
-            optimizer.step(closure)
-        loss_of(net).backward()
-        assert optimizer.step() is None
-
-
 def test_an_optimiser_of_a_run_is_not_copied() -> None:
     with pytest.raises(UserError, match="cannot be copied"):
         copy.deepcopy(object.__new__(noloco_node.GossipOptimizer))
-
-
-def test_a_module_of_other_shapes_is_refused_by_name(run: Run) -> None:
-    with pytest.raises(UserError) as refused:
-        joined(run, "other", nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
-    assert refused.value.code is Exit.CONFIG
-    assert "2.weight is [2, 8], and the run's is [1, 8]" in refused.value.why
-    with joined(run, "other", module()):
-        pass  # the refused one is no second one
 
 
 def test_a_run_ends_with_its_budget(run: Run) -> None:
@@ -185,3 +175,5 @@ def test_a_run_ends_with_its_budget(run: Run) -> None:
     out = run.directory / "model"
     noloco_node.export(None, out, homes=run.directory / "last")
     assert (out / "model.safetensors").is_file()
+    with pytest.raises(UserError, match="a program's own module"):  # evaluate and generate cannot build it
+        model_in(out)

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from torch import nn
 
 import noloco_node
@@ -17,6 +19,8 @@ from noloco_node.api.training_thread import IterationClock
 from noloco_node.errors import Exit, UserError
 from noloco_node.planning.foreign_layout import ForeignWeights, foreign_layout
 from noloco_node.planning.model_layout import model_layout
+from noloco_node.run.config import InnerConfig, RunConfig
+from noloco_node.run.fields import fields_of
 from noloco_node.run.runfile import load_run
 from noloco_node.storage.weight_store import WeightStore
 
@@ -119,8 +123,10 @@ def test_a_run_file_has_a_name_that_fits_its_weights(tmp_path: Path, name: str) 
 @pytest.mark.parametrize(
     ("model", "what"),
     [
-        (None, "holds NoneType"),
-        (5, "holds int"),
+        (None, "of the type NoneType"),
+        (5, "of the type int"),
+        ("llama", "of the type str"),
+        ([nn.Embedding(3, 2), nn.ReLU()], "Stage 1 has no parameter"),
         (nn.LazyLinear(3), "weight has no values"),
         (nn.Linear(2, 1, device="meta"), "weight has no values"),
     ],
@@ -132,9 +138,18 @@ def test_what_is_no_model_is_refused(tmp_path: Path, model: Any, what: str) -> N
 
 
 @pytest.mark.parametrize(
-    "sections", [{"inner": 5}, {"name": {"steps": 1}}, *({"inner": {"clip_norm": each}} for each in (object(), None))]
+    "sections",
+    [None, {"inner": 5}, {"name": {"steps": 1}}, *({"inner": {"clip_norm": each}} for each in (object(), None))],
 )
 def test_what_no_run_file_can_hold_is_refused(tmp_path: Path, sections: Any) -> None:
-    with pytest.raises(UserError, match=r"sections has|cannot be written into a run file"):
+    with pytest.raises(UserError, match=r"sections (has|is)|cannot be written into a run file"):
         noloco_node.init(tmp_path / "run.toml", nn.Linear(2, 1), steps=10, sections=sections)
     assert not list(tmp_path.iterdir())
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=12))
+def test_a_misspelt_key_of_any_letters_is_named(key: str) -> None:
+    assume(key not in {each.name for each in (*fields_of(RunConfig), *fields_of(InnerConfig))})
+    for sections in ({key: {"steps": 1}}, {"inner": {key: 1}}):
+        with pytest.raises(UserError, match="there is no field"):
+            noloco_node.init("never_written.toml", {"architecture": "llama"}, steps=10, sections=sections)

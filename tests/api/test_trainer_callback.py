@@ -42,28 +42,26 @@ def trainer(commands: Commands, invite: str, name: str, *more: str) -> Command:
     return commands.start(str(EXAMPLE), "--swarm", invite, *more, name=name, home=True, program=MEMBER, modules=MODULES)
 
 
-def test_three_trainers_train_adapters_and_end_with_the_run_though_one_is_killed(tmp_path: Path) -> None:
+def test_two_trainers_train_adapters_and_end_with_the_run(tmp_path: Path) -> None:
     with Commands() as commands:
         path, bootstrap, invite = written(commands, STEPS)
         run = load_run(path)
         assert all(".lora_A." in name or ".lora_B." in name for name in run.model.foreign_parameters)
         (weights,) = run.model.weights
         assert weights.size_bytes < 100_000, "the adapters alone, of a model of 290 kB"
-        names = [f"member{number}" for number in range(3)]
+        names = [f"member{number}" for number in range(2)]
         members = [trainer(commands, invite, name, "--out", str(tmp_path / name)) for name in names]
-        commands.until(lambda: all(each.events(InnerStep) for each in members), "all train", alive=members)
-        *left, victim = members
-        victim.process.kill()
-        victim.wait()
-        for each in left:
+        for each in members:
             assert each.wait() == Exit.OK, each.complaint
             assert is_finished(each)
             assert any(met.partner is not None for met in each.events(OuterStepTaken)), "replicas have met"
-        assert sum(len(each.events(InnerStep)) for each in members) >= 3 * STEPS, "others take the steps of the dead"
-        most = max((each.events(InnerStep) for each in left), key=len)  # a late one has few
+        assert sum(len(each.events(InnerStep)) for each in members) >= 3 * STEPS, (
+            "also those of the third, who is not there"
+        )
+        most = max((each.events(InnerStep) for each in members), key=len)  # a late one has few
         losses = [step.loss for step in most if step.loss is not None]
         assert losses[-1] < losses[0] - 0.5
-        noloco_node.export(None, tmp_path / "mean", homes=[each.home for each in left])
+        noloco_node.export(None, tmp_path / "mean", homes=[each.home for each in members])
         bootstrap.interrupt()
         assert bootstrap.wait() == Exit.OK
     assert load_file(tmp_path / "mean" / "model.safetensors").keys() == run.model.foreign_parameters.keys()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+from typer.testing import CliRunner
 
 from noloco_node.cli.main import app, main
 from noloco_node.errors import Exit
@@ -20,6 +21,8 @@ from noloco_node.run.presets import run_text
 from noloco_node.swarm.invite import SCHEME
 
 INVITE = SCHEME + "a" * 64 + "@/ip4/127.0.0.1/tcp/9/p2p/12D3KooWQYhTNQdmr3ArTeUHRYzFg94BKyTkoWBDWez9kSCVe2Xo"
+HUGE = 30 * "9"
+LONG = 300 * "x"  # longer than a file's name may be
 REFUSED: list[tuple[list[str], Exit]] = [
     (["status", "nonsense"], Exit.CONFIG),
     (["status", "--home", "empty"], Exit.CONFIG),
@@ -44,6 +47,24 @@ REFUSED: list[tuple[list[str], Exit]] = [
     ),
     (["init", "new.toml", "--from", "empty"], Exit.CONFIG),
     (["init", "new.toml", "--gpu", "nonsense"], Exit.USAGE),
+    (["init", "new.toml", "--target", "q_proj"], Exit.USAGE),
+    (["init", "new.toml", "--base", "int8"], Exit.USAGE),
+    (["init", LONG], Exit.STORAGE),
+    (["check", LONG], Exit.CONFIG),
+    (["join", LONG], Exit.CONFIG),
+    *(
+        (words, Exit.USAGE)
+        for words in (
+            ["evaluate", LONG],
+            ["evaluate", "--from-home", LONG],
+            ["generate", LONG, "--prompt", "a"],
+            ["init", "new.toml", "--from", LONG],
+            ["export", "--from-home", LONG, "--out", "new"],
+            ["export", INVITE, "--out", LONG],
+            ["watch", "--journal", LONG],
+            ["journal", "export", LONG, "--out", "new"],
+        )
+    ),
     (["init", "broken.toml"], Exit.USAGE),
     (["init", "--force", "."], Exit.USAGE),
     (["check", "nowhere.toml"], Exit.CONFIG),
@@ -143,6 +164,28 @@ def test_options_on_what_is_said_stand_before_or_behind_the_command(
     with pytest.raises(Exception, match="has given nothing yet"):
         app([*words, "--home", str(tmp_path)], standalone_mode=False)
     assert said == [("error", True)]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["join", INVITE, option, HUGE] for option in ("--threads", "--linger", "--refresh", "--slowdown")),
+        *(["join", INVITE, option, "inf"] for option in ("--linger", "--refresh")),
+        *([*command.split(), "--seed", HUGE] for command in ("generate . --prompt a", "demo", "simulate")),
+        ["demo", "--minutes", "inf"],
+    ],
+)
+def test_a_number_that_no_command_can_use_is_refused(words: list[str]) -> None:
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == Exit.USAGE
+    assert words[-2] in done.output
+
+
+def test_an_option_on_what_is_said_without_its_value_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        app(["me", "--log-level"])
+    assert ended.value.code == Exit.USAGE
+    assert "requires an argument" in capsys.readouterr().err
 
 
 def told(home: Path, out: int | IO[bytes]) -> subprocess.CompletedProcess[bytes]:

@@ -42,9 +42,12 @@ def test_an_invite_may_come_by_a_variable_that_other_users_cannot_read(tmp_path:
     assert "noloco9" in done.exception.why
 
 
-def test_the_home_of_a_node_and_what_is_no_file_stay_as_they_are(tmp_path: Path) -> None:
+def test_the_home_of_a_node_stays_as_it_is_and_a_misspelt_path_is_named(tmp_path: Path) -> None:
     assert invite_text(str(tmp_path)) == str(tmp_path)
-    assert invite_text("garbage") == "garbage"
+    for typed in (str(tmp_path / "invite"), "\x1b[31m" + 900 * "x"):
+        with pytest.raises(UserError, match="There is no invite") as caught:
+            invite_text(typed)
+        assert caught.value.what.isprintable()
 
 
 def test_a_file_that_holds_no_text_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -416,6 +416,7 @@ def test_what_is_not_there_is_one_clear_message(corpus: Path, change: dict[str, 
         ("a.jsonl.gz", b"not packed", "cannot be read"),
         ("a.jsonl", b"", "are empty"),
         ("a.jsonl", b'{"text": null}\n{"text": ""}\n', "no rows with text"),
+        ("a.jsonl", b"\n\n", "it has no rows"),
         ("a.parquet", b"not parquet", "cannot be read"),
         ("a.txt", b"\xff\xff", "no text"),
         ("a.txt", b"a\0b\0" * 900, "is not text in UTF-8"),
@@ -433,9 +434,11 @@ def test_data_without_text_is_one_clear_message(tmp_path: Path, name: str, conte
 def test_too_little_validation_text(tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / f"{number}.txt").write_text("short")
-    data = DataConfig(source="text", path=str(tmp_path), validation_percent=50.0)
-    with pytest.raises(UserError, match="too little text for validation"):
-        open_blocks(data, 1000, 0, "", "validation").next_batch(1)
+    for percent, advises in ((50.0, True), (100.0, False)):  # a person named all of it: nothing is held out
+        data = DataConfig(source="text", path=str(tmp_path), validation_percent=percent)
+        with pytest.raises(UserError, match="too little text for validation") as caught:
+            open_blocks(data, 1000, 0, "", "validation").next_batch(1)
+        assert ("validation_percent" in caught.value.hint) == ("held out" in caught.value.why) == advises
 
 
 class Cable:

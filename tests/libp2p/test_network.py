@@ -250,8 +250,7 @@ def test_conversations_end_as_they_should(loop: Any) -> None:
     run(main(), loop)
 
 
-@on_both_loops
-def test_a_daemon_that_is_killed_is_lost_at_once_and_another_takes_its_place(loop: Any) -> None:
+def test_a_daemon_that_is_killed_is_lost_at_once_and_another_takes_its_place() -> None:
     async def main() -> None:
         said: list[str] = []
         async with (
@@ -298,7 +297,7 @@ def test_a_daemon_that_is_killed_is_lost_at_once_and_another_takes_its_place(loo
             assert await one.read("key") == {other.peer_id: b"x"}
             assert await one.read_all(["another", "key"]) == [{}, {other.peer_id: b"x"}]
 
-    run(main(), loop)
+    run(main(), uvloop.new_event_loop)
 
 
 async def test_daemons_that_die_again_and_again_are_given_up() -> None:
@@ -567,8 +566,7 @@ def test_directories_of_dead_processes_are_swept_away_and_no_others(tmp_path: Pa
     (parent / "noloco-network-other").rmdir()
 
 
-@on_both_loops
-def test_a_start_that_is_cancelled_leaves_nothing(loop: Any) -> None:
+def test_a_start_that_is_cancelled_leaves_nothing() -> None:
     async def main() -> None:
         async def start() -> None:
             async with peer():
@@ -582,7 +580,7 @@ def test_a_start_that_is_cancelled_leaves_nothing(loop: Any) -> None:
             await starting
         assert not p2pds()
 
-    run(main(), loop)
+    run(main(), uvloop.new_event_loop)
 
 
 def test_a_daemon_that_ends_at_once_is_quoted(tmp_path: Path) -> None:

@@ -16,18 +16,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from limits import LAST_RESORT_S
 from memory_swarms import Peer, recipe, until
-from real_nodes import RealNodes
 from sample_counters import counters
 
 from gossip.interface import OuterStepTaken
 from gossip.rounds.rounds import Rounds
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
-from noloco_node.machine.interface import Reporter, StageModel
+from noloco_node.machine.interface import StageModel
 from noloco_node.network.interface import Conversation
-from noloco_node.node.node_context import NodeOptions
 from noloco_node.node.replica import Replica
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.hardware.memory_host import MemoryStore
@@ -242,56 +239,6 @@ async def test_whoever_is_asked_to_leave_on_its_way_says_that_it_has_finished(af
     assert finished.why == "asked to leave"
     assert finished.step >= cast.of(mover, events.InnerStep)[-1].step
     assert mover.disk is not None
-
-
-# Over real lines.
-
-
-class Heard:
-    """What one node has journalled. `there`: set with its first inner step after a move."""
-
-    def __init__(self) -> None:
-        self.events: list[events.Event] = []
-        self.there = asyncio.Event()
-
-    def __call__(self, event: events.Event) -> None:
-        self.events.append(event)
-        moved = any(isinstance(each, events.Moved) for each in self.events)
-        if moved and isinstance(event, events.InnerStep):
-            self.there.set()
-
-
-@pytest.mark.network
-async def test_a_replica_moves_over_real_daemons_and_training_goes_on() -> None:
-    """Two replicas of stage 1 and a slow one of stage 0: of the two only one is willing, and it goes.
-
-    Who goes follows from the prices of the devices' work, which a busy machine does not change. It only takes longer.
-    """
-    setting = build_setup(decode_scenario(SCENARIO, "the test's scenario"))
-
-    heard, leave = list[Heard](), asyncio.Event()
-    async with RealNodes(setting) as nodes:
-        for number, (stage, forward_s) in enumerate(((0, 0.05), (1, 0.001), (1, 0.001))):
-            heard.append(Heard())
-            wishes = NodeOptions(stage=stage, moves=number == 1, refresh_s=0.15)
-            await nodes.start(wishes, Reporter(record=heard[-1], say=print), leave, forward_s=forward_s)
-        arrived = asyncio.create_task(heard[1].there.wait())
-        async with asyncio.timeout(LAST_RESORT_S):
-            await asyncio.wait([arrived, *nodes.tasks], return_when=asyncio.FIRST_COMPLETED)
-            leave.set()
-            await asyncio.wait(nodes.tasks)
-        arrived.cancel()
-    for task in nodes.tasks:
-        task.result()
-    assert nodes.wrong == []
-    slow, mover, stays = heard
-    (moved,) = [event for event in mover.events if isinstance(event, events.Moved)]
-    assert (moved.origin, moved.target) == (1, 0)
-    assert mover.there.is_set()
-    assert [event.what for event in mover.events if isinstance(event, events.CatchUp)][-1] == "done"
-    for each in (slow, stays):
-        assert not any(isinstance(event, events.Moved | events.PeerViolation) for event in each.events)
-        assert [event.why for event in each.events if isinstance(event, events.Finished)] == ["asked to leave"]
 
 
 # On the disk.

@@ -291,7 +291,7 @@ class _Witness(Watcher):
         self.views.append(self._observer.view(roster(*stages, samples=done), BEGUN + self._world.now_s))
 
 
-@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("slow", [0, 1, 2])
 def test_records_journals_and_the_simulator_name_the_same_bottleneck(slow: int) -> None:
     text = "[swarm]\nstages = 3\nreplicas = 3\nrounds = 3\n" + "".join(
         f"[[fault]]\nkind = 'slow'\nat_s = 0.0\npeer = 's{slow}r{replica}'\nfactor = 4.0\n" for replica in range(3)
@@ -410,6 +410,8 @@ def test_only_the_last_run_of_a_home_is_played(tmp_path: Path) -> None:
     recording = read_journals([tmp_path])
     assert (recording.begun, recording.ended) == (BEGUN + 500, BEGUN + 501)
     assert recording.at(recording.ended).tokens == 4096
+    told = printed("watch", "--journal", tmp_path, "--once", "--json")
+    assert msgspec.json.decode(told)["run_id"] == recording.at(recording.ended).run_id == "s"
 
 
 def test_a_journal_that_was_cut_in_the_middle_is_played_to_there(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import math
 import random
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import is_dataclass, replace
@@ -23,8 +24,8 @@ from gossip.rule.stability import stability_bound, weighed_stability_bound
 from noloco_node.errors import Exit, UserError
 from noloco_node.run import runfile
 from noloco_node.run.config import DataConfig, ModelConfig, RunConfig
-from noloco_node.run.fields import fields_of
-from noloco_node.run.presets import PRESETS, demo_run_text, run_text, write_text
+from noloco_node.run.fields import fields_of, toml
+from noloco_node.run.presets import PRESETS, demo_run_text, numbers_of, run_text, with_fields, write_text, written
 from noloco_node.run.runfile import (
     RUN_TEXT_BYTES,
     canonical,
@@ -294,7 +295,7 @@ TABLES = st.fixed_dictionaries(
 def test_any_table_is_a_run_or_trouble(table: dict[str, Any]) -> None:
     said = ""
     try:
-        canonical(decode_run(toml(table, random.Random(0)), "here"), {})
+        canonical(decode_run(file_of(table, random.Random(0)), "here"), {})
     except UserError as trouble:
         said = str(trouble)
     assert len(said) < 1200
@@ -317,7 +318,7 @@ def spelled(value: Any, rng: random.Random) -> str:
     return repr(value)
 
 
-def toml(table: dict[str, Any], rng: random.Random) -> str:
+def file_of(table: dict[str, Any], rng: random.Random) -> str:
     """Write nested dicts as TOML, in any order and with comments in any place."""
 
     def shuffled(items: Any) -> list[tuple[str, Any]]:
@@ -364,7 +365,7 @@ def test_the_digest_sees_neither_comments_nor_order_nor_spelled_out_defaults(cha
     run = run_with(**change)
     everything = msgspec.to_builtins(run)
     sparse = {"model": everything["model"], **change}
-    texts = [toml(table, rng) for table in (sparse, sparse, everything, everything)]
+    texts = [file_of(table, rng) for table in (sparse, sparse, everything, everything)]
     digests = {run_digest(decode_run(text, "x"), {}) for text in texts}
     assert digests == {run_digest(run, {})}
     assert all(len(digest) == 64 for digest in digests)
@@ -551,3 +552,23 @@ def test_a_field_of_any_name_is_refused_in_a_sentence(name: str) -> None:
     for section in ("", "[outer]\n", "[data]\n"):
         with suppress(UserError):
             decode_run(f"{MODEL if section else ''}{section}{json.dumps(name)} = 1\n{'' if section else MODEL}", "x")
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
+def test_any_text_of_a_field_stays_what_it_is(text: str) -> None:
+    mixture = f"[[data.mixture]]\npath = {toml(text)}"
+    file = written(numbers_of("tiny"), "a", 0, data={"source": "text", "path": text}, data_sections=mixture)
+    table = tomllib.loads(with_fields(file, {"adapter": {"targets": toml([text])}}))
+    found = (table["data"]["path"], table["data"]["mixture"][0]["path"], table["adapter"]["targets"][0])
+    assert found == (text, text, text)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e-9, 1e300, -0.0])
+def test_a_number_of_a_field_stays_what_it_is(value: float) -> None:
+    assert repr(tomllib.loads(f"field = {toml(value)}")["field"]) == repr(value)
+
+
+@pytest.mark.parametrize("value", [None, "\ud800", ["a\udfff"]])
+def test_what_no_file_can_hold_is_an_error_of_its_type(value: object) -> None:
+    with pytest.raises(TypeError):
+        toml(value)

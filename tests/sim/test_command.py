@@ -44,10 +44,6 @@ def faults(*each: str) -> str:
     return "".join(f"[[fault]]\n{one}\n" for one in each)
 
 
-def slow_stage(stage: int) -> str:
-    return faults(*(f"kind = 'slow'\nat_s = 0.0\npeer = 's{stage}r{replica}'\nfactor = 4.0" for replica in range(3)))
-
-
 @pytest.fixture(scope="module")
 def calm() -> Report:
     return simulated(SMALL)
@@ -126,12 +122,6 @@ def test_the_same_seed_gives_the_same_report(calm: Report) -> None:
     assert msgspec.json.encode(simulated(SMALL)) == msgspec.json.encode(calm)
     # Not another swarm's: a seed decides who meets whom.
     assert simulated("seed = 1\n" + NINE).digest != simulated(NINE).digest
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_slow_stage_is_the_bottleneck(stage: int) -> None:
-    report = simulated(NINE + slow_stage(stage))
-    assert bottleneck(report).startswith(f"Stage {stage} is the bottleneck"), bottleneck(report)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from noloco_node.cli.status import picture, summary
 from noloco_node.evaluation.evaluator import EVALUATORS, chosen
 from noloco_node.node.stage_claim import claims_of
+from noloco_node.node.stage_work import StageWork
 from noloco_node.observe.roster_observer import RosterObserver
 from noloco_node.observe.screen import line, lines
 from noloco_node.run.config import PipelineConfig
@@ -41,7 +42,7 @@ from noloco_node.swarm.membership import (
 from noloco_node.swarm.receipts import IssuedReceipts, ReceiptLedger, RunProgress
 from noloco_node.swarm.roster import NUMBER_BITS, Given, PeerRecord, Roster, brief
 from noloco_node.swarm.run_distribution import RunFileText
-from noloco_node.swarm.run_samples import MOST_PACE, NEARLY_OVER, RunSamples, SampledWork, believed_samples
+from noloco_node.swarm.run_samples import ALONE_S, MOST_PACE, NEARLY_OVER, RunSamples, SampledWork, believed_samples
 from noloco_node.swarm.shards import (
     CALM_PAUSE_S,
     DEEPEST,
@@ -154,6 +155,59 @@ async def test_a_stage_grows_into_shards_and_shrinks_back_and_nobody_gets_lost()
     assert not any(roster.is_sample for roster in crowd.rosters)
     for _, task in crowd.members.values():
         task.cancel()
+
+
+async def test_of_a_stage_that_begins_large_each_keeps_a_sample_from_its_first_reading_on() -> None:
+    crowd = Crowd()
+    await asyncio.gather(*(crowd.join(f"p{number}") for number in range(200)))
+    for roster in crowd.rosters:
+        size = roster.size(0)
+        assert roster.is_sample
+        assert 2 * MOST_IN_SHARD < size.peers <= 200, "those that had published"
+        assert len(roster.stage(0)) == pytest.approx(size.peers / 2, rel=0.3), "two shards of four"
+        assert roster.scale(0) == pytest.approx(2.0, rel=0.3)
+    await asyncio.sleep(60.0)
+    assert crowd.known() == crowd.members.keys()
+    for roster in crowd.rosters:
+        assert abs(roster.size(0).peers - 200) <= 5.0 * roster.size(0).error * 200
+    for _, task in crowd.members.values():
+        task.cancel()
+
+
+async def test_names_that_say_a_great_depth_displace_nobody() -> None:
+    crowd = Crowd()
+    names = list(islice((n for n in map("liar {}".format, count()) if written(n, 4)[-1].depth == 0), 100))
+    for name in names:
+        raw = encode_record(Published(1, record(name), 1e9 + crowd.loop.time(), 300.0, 4))
+        await crowd.hub.network(name).publish("run/stage/0", name, raw, 300.0)
+    for number in range(20):
+        await crowd.join(f"p{number}")
+    newcomer, _ = crowd.members["p19"]
+    assert {each.peer for each in newcomer.roster.stage(0)} >= crowd.members.keys()
+    for _, task in crowd.members.values():
+        task.cancel()
+
+
+@pytest.mark.parametrize(("progress", "pause_s"), [(NEARLY_OVER, LEAST_PAUSE_S), (0.5, ALONE_S)])
+async def test_a_later_stage_without_work_reads_a_sample_whose_reading_is_not_due(
+    progress: float, pause_s: float
+) -> None:
+    """Else it learns minutes later that the sources have finished."""
+    ended = sample(2000, 90, 2, state=PeerState.FINISHED, progress=1.0)
+    ended = msgspec.structs.replace(ended, sources=90, sources_finished=90)
+
+    async def peek() -> Roster:
+        membership.roster = ended
+        return ended
+
+    membership = cast(Any, SimpleNamespace(roster=sample(2000, 90, 2), changed=asyncio.Event().wait, peek=peek))
+    run = cast(Any, SimpleNamespace(budget_samples=10**6, pipeline=PipelineConfig(stages=2)))
+    served = SimpleNamespace(returned_s=loop_s(), issued=SimpleNamespace(samples={}))
+    replica = cast(Any, SimpleNamespace(stage=1, microbatches=served, progress=SimpleNamespace(value=progress)))
+    begun_s = loop_s()
+    work = StageWork(run, "me", membership, cast(Any, None), cast(Any, None))
+    await work.run_until_done(replica)
+    assert pause_s < loop_s() - begun_s <= pause_s + LEAST_PAUSE_S
 
 
 @given(st.integers(1, 5), st.integers(1, 3))

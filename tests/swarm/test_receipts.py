@@ -10,17 +10,11 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from limits import LAST_RESORT_S
-from real_nodes import LOCAL, RealNodes
+from memory_swarms import Peer, recipe
 
 from noloco_node.journal import events
-from noloco_node.libp2p.network import Libp2pNetwork
-from noloco_node.libp2p.settings import NetworkSettings
-from noloco_node.machine.interface import Reporter
-from noloco_node.node.node_context import NodeOptions
 from noloco_node.run.peer_state import PeerState
-from noloco_node.sim.scenario.scenario import Scenario, SwarmConfig
-from noloco_node.sim.scenario.setup import build_setup
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm.receipts import (
     ENOUGH,
     LONGEST_ID,
@@ -242,34 +236,20 @@ def test_who_comes_late_learns_what_others_did_before_and_one_signer_adds_little
     assert swarm.ledger.believed_in_all("friend") < 0.02 * swarm.true["x1"]
 
 
-@pytest.mark.network
-def test_a_run_of_real_nodes_ends_by_receipts_and_not_by_a_claim() -> None:
+async def test_a_run_of_whole_nodes_ends_by_receipts_and_not_by_a_claim() -> None:
     """Two sources, two signers, and an identity that claims a whole budget and has finished, from the beginning on."""
-    setting = build_setup(Scenario(swarm=SwarmConfig(stages=2, replicas=2, rounds=12, duration_s=3600.0)))
-    heard: list[list[events.Event]] = []
-
-    async def main() -> None:
-        leave = asyncio.Event()
-        async with RealNodes(setting) as nodes, asyncio.timeout(LAST_RESORT_S):
-            for stage in (0, 0, 1, 1):
-                heard.append([])
-                wishes = NodeOptions(stage=stage, refresh_s=0.5, linger_s=2.0)
-                await nodes.start(wishes, Reporter(record=heard[-1].append, say=print), leave, forward_s=0.01)
-            place = NetworkSettings(run=setting.recipe.digest, listen=(LOCAL,), bootstrap=nodes.bootstrap)
-            async with Libp2pNetwork.open(place, print) as liar:
-                record = PeerRecord(peer=liar.peer_id, stage=0, state=PeerState.TRAINING)
-                claim, serial = setting.run.budget_samples, 0
-                while not all(task.done() for task in nodes.tasks):
-                    serial += 1
-                    await publish_identity(liar, setting.recipe.digest, record, serial, 30.0, claim, finished=True)
-                    await asyncio.wait(nodes.tasks, timeout=0.5)
-            for task in nodes.tasks:
-                task.result()
-
-    asyncio.run(main())
-    for told in heard:
-        assert [event.why for event in told if isinstance(event, events.Finished)] == ["the run is over"]
-    steps = sum(isinstance(event, events.InnerStep) for told in heard[:2] for event in told)
-    assert steps * setting.run.samples_per_step >= 0.9 * setting.run.budget_samples
-    last = [[event for event in told if isinstance(event, events.Receipts)][-1] for told in heard[:2]]
+    hub, what = SimNetwork(), recipe(replicas=2, steps=30)
+    peers = [Peer(hub, what, f"peer-{stage}{number}", stage, job_s=0.2) for stage in (0, 1) for number in (0, 1)]
+    liar, tasks, serial = hub.network("liar"), {peer.task for peer in peers}, 0
+    record = PeerRecord(peer="liar", stage=0, state=PeerState.TRAINING)
+    while tasks:
+        serial += 1
+        claim = what.run.budget_samples
+        await publish_identity(liar, what.digest, record, serial, 30.0, claim, finished=True)
+        _, tasks = await asyncio.wait(tasks, timeout=0.5)
+    for peer in peers:
+        assert [event.why for event in peer.of(events.Finished)] == ["the run is over"]
+    steps = sum(len(peer.of(events.InnerStep)) for peer in peers[:2])
+    assert steps * what.run.samples_per_step >= 0.9 * what.run.budget_samples
+    last = [peer.of(events.Receipts)[-1] for peer in peers[:2]]
     assert all(set(each.signed.values()) > {0} for each in last), "the liar's, and more than that of the other source"

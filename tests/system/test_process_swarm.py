@@ -13,7 +13,6 @@ import re
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,13 +106,6 @@ class Lone(NamedTuple):
     bootstrap: Command
     invite: str
 
-    def elsewhere(self, address: str) -> str:
-        return invites.format(invites.parse(self.invite).digest, [address])
-
-    @property
-    def hosting(self) -> tuple[str, ...]:
-        return ("bootstrap", "--run", str(self.commands.directory / "run.toml"))
-
 
 @pytest.fixture(scope="module")
 def crowd() -> Iterator[Crowd]:
@@ -147,7 +139,7 @@ def all_leave(commands: list[Command]) -> None:
         command.interrupt()
     for command in commands:
         assert command.wait() == Exit.OK, command.complaint
-        assert command.left_behind() == []
+        gone(command)
 
 
 # One run from its first step to its checkpoint.
@@ -283,22 +275,12 @@ def test_a_run_goes_on_from_a_checkpoint_that_one_machine_has(commands: Commands
 def test_a_second_signal_ends_a_node_at_once(lone: Lone) -> None:
     node = join(lone.commands, lone.invite, 0)
     lone.commands.until(lambda: "training stage 0" in node.complaint, "it trains", alive=[node])
-    twice(node)
-    assert node.events(Finished) == []
-
-
-def test_a_second_signal_ends_a_bootstrap_peer_at_once(commands: Commands) -> None:
-    bootstrap, _ = host(commands, run_file(commands.directory))
-    twice(bootstrap)
-
-
-def twice(command: Command) -> None:
-    """Ask a command to leave two times, and check that it did not take the time to be polite."""
     # Both signals are there when it wakes up: it cannot have left in between.
     for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
-        command.process.send_signal(number)
-    gone(command)
-    assert command.exit_code == Exit.INTERRUPTED, command.complaint
+        node.process.send_signal(number)
+    gone(node)
+    assert node.exit_code == Exit.INTERRUPTED, node.complaint
+    assert node.events(Finished) == []
 
 
 def loads_torch(node: Command) -> bool:
@@ -307,14 +289,12 @@ def loads_torch(node: Command) -> bool:
 
 MOMENTS: dict[str, Callable[[Command], Any]] = {
     "libraries": loads_torch,
-    "home": lambda node: (node.home / "lock").exists(),
     "daemon": Command.daemons,
     "network": lambda node: "we are" in node.complaint,
-    "invite": lambda bootstrap: bootstrap.output.strip(),
 }
 
 
-@pytest.mark.parametrize("moment", ["libraries", "daemon", "network"])
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_an_interrupt_while_a_node_starts_leaves_nothing(lone: Lone, moment: str) -> None:
     commands = lone.commands
     node = join(commands, lone.invite, 0, forked=moment != "libraries")
@@ -323,15 +303,12 @@ def test_an_interrupt_while_a_node_starts_leaves_nothing(lone: Lone, moment: str
     gone(node)
 
 
-@pytest.mark.parametrize("moment", ["home", "daemon", "invite"])
-def test_an_interrupt_ends_a_bootstrap_peer(commands: Commands, moment: str) -> None:
+def test_an_interrupt_while_a_bootstrap_peer_starts_leaves_nothing(commands: Commands) -> None:
     run = run_file(commands.directory)
-    options = ("--run", str(run), "--listen", LOCAL)
-    bootstrap = commands.start("bootstrap", *options, home=True, forked=moment != "home")
-    commands.until(lambda: MOMENTS[moment](bootstrap), moment, alive=[bootstrap])
+    bootstrap = commands.start("bootstrap", "--run", str(run), "--listen", LOCAL, home=True)
+    commands.until(bootstrap.daemons, "its daemon", alive=[bootstrap])
     bootstrap.interrupt()
     gone(bootstrap)
-    assert moment != "invite" or bootstrap.exit_code == Exit.OK
 
 
 def gone(command: Command) -> None:
@@ -343,103 +320,17 @@ def gone(command: Command) -> None:
     assert {path.name for path in command.home.glob("*")} <= kept
 
 
-# What is wrong, why, and what to try. Commands that do not load torch stand for all, where all share the code.
+# What is wrong, why, and what to try.
 
 
-class Wrong(NamedTuple):
-    arguments: tuple[str, ...]
-    code: Exit
-    words: tuple[str, ...]
-
-
-def no_invite(lone: Lone, _: ExitStack) -> Wrong:
-    return Wrong(("status", "garbage"), Exit.CONFIG, ("invite", "'garbage'"))
-
-
-def closed_port(lone: Lone, open_now: ExitStack) -> Wrong:
-    listener = open_now.enter_context(socket.socket())
-    listener.bind(("127.0.0.1", 0))  # and does not listen: nobody else can take the port meanwhile
-    address = f"/ip4/127.0.0.1/tcp/{listener.getsockname()[1]}/p2p/{NOBODY}"
-    return Wrong(("status", lone.elsewhere(address)), Exit.UNREACHABLE, (address, "refused"))
-
-
-def another_peer_there(lone: Lone, _: ExitStack) -> Wrong:
-    (address,) = invites.parse(lone.invite).addresses
-    wrong = lone.elsewhere(f"{address.transport}/p2p/{NOBODY}")
-    return Wrong(("status", wrong), Exit.UNREACHABLE, (NOBODY, "another peer answers there", address.peer))
-
-
-def another_run(lone: Lone, _: ExitStack) -> Wrong:
-    parsed = invites.parse(lone.invite)
-    wrong = invites.format(parsed.digest[::-1], [*map(str, parsed.addresses)])
-    return Wrong(("status", wrong), Exit.OTHER_RUN, ("takes part in this run", parsed.addresses[0].peer))
-
-
-def taken_port(lone: Lone, open_now: ExitStack) -> Wrong:
-    listener = open_now.enter_context(socket.create_server(("127.0.0.1", 0)))
-    address = f"/ip4/127.0.0.1/tcp/{listener.getsockname()[1]}"
-    return Wrong((*lone.hosting, "--listen", address), Exit.PORT_TAKEN, (address,))
-
-
-def used_home(lone: Lone, _: ExitStack) -> Wrong:
-    home, pid = str(lone.bootstrap.home), lone.bootstrap.process.pid
-    return Wrong((*lone.hosting, "--home", home), Exit.HOME_IN_USE, (home, f"process {pid}"))
-
-
-def file_as_home(lone: Lone, _: ExitStack) -> Wrong:
-    path = lone.commands.directory / "run.toml"
-    return Wrong((*lone.hosting, "--home", str(path)), Exit.STORAGE, (str(path),))
-
-
-def unstable_run(lone: Lone, _: ExitStack) -> Wrong:
-    directory = lone.commands.directory / "unstable"
-    directory.mkdir()
-    run = run_file(directory, outer="alpha = 0.5\ngamma = 1.6\nbeta = 1.6")
-    return Wrong(("bootstrap", "--run", str(run)), Exit.CONFIG, ("outer.gamma", "1.6", "1.5"))
-
-
-def no_such_stage(lone: Lone, _: ExitStack) -> Wrong:
-    return Wrong(("join", lone.invite, "--listen", LOCAL, "--stage", "9"), Exit.USAGE, ("stage 9", "0 to 1"))
-
-
-def no_such_device(lone: Lone, _: ExitStack) -> Wrong:
-    return Wrong(("join", lone.invite, "--device", "cuda"), Exit.DEVICE, ("'cuda'", "0 CUDA devices"))
-
-
-WRONG = (
-    no_invite,
-    closed_port,
-    another_peer_there,
-    another_run,
-    taken_port,
-    used_home,
-    file_as_home,
-    unstable_run,
-    no_such_stage,
-    no_such_device,
-)
-
-
-@pytest.fixture(scope="module")
-def refused(lone: Lone) -> Iterator[dict[str, tuple[Command, Wrong]]]:
-    """Give all commands at once, for each waits for a daemon; by the name of what is wrong with it."""
-    with ExitStack() as open_now:
-        given: dict[str, tuple[Command, Wrong]] = {}
-        for each in WRONG:
-            wrong = each(lone, open_now)
-            home = wrong.arguments[0] in ("bootstrap", "join") and "--home" not in wrong.arguments
-            given[each.__name__] = lone.commands.start(*wrong.arguments, home=home), wrong
-        yield given
-        for command, _ in given.values():  # another worker of the tests may have taken the others of them
-            command.wait()
-
-
-@pytest.mark.parametrize("name", [each.__name__ for each in WRONG])
-def test_what_is_wrong_is_said_once_and_with_its_exit_code(
-    lone: Lone, refused: dict[str, tuple[Command, Wrong]], name: str
-) -> None:
-    command, wrong = refused[name]
-    complains(command, wrong.code, *wrong.words)
+def test_what_is_wrong_is_said_once_and_with_its_exit_code(lone: Lone) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))  # and does not listen: nobody else can take the port meanwhile
+        closed = f"/ip4/127.0.0.1/tcp/{listener.getsockname()[1]}/p2p/{NOBODY}"
+        status = lone.commands.start("status", invites.format(invites.parse(lone.invite).digest, [closed]))
+        node = lone.commands.start("join", lone.invite, "--listen", LOCAL, "--stage", "9", home=True)
+        complains(status, Exit.UNREACHABLE, closed, "refused")
+        complains(node, Exit.USAGE, "stage 9", "0 to 1")
     assert lone.bootstrap.exit_code is None
 
 
@@ -506,17 +397,26 @@ def test_a_silent_replica_is_suspected_alone_and_for_its_silence(crowd: Crowd) -
     assert victim.wait() == Exit.OK, victim.complaint
 
 
-def test_a_node_whose_own_daemon_dies_starts_another_and_trains_on(crowd: Crowd) -> None:
+def test_a_node_whose_own_daemon_dies_starts_another_trains_on_and_leaves_politely(crowd: Crowd) -> None:
     victim = crowd.spare()
-    ((daemon,), taken) = victim.daemons(), steps(victim)
+    name, (daemon,), taken = peer(victim), victim.daemons(), steps(victim)
     daemon.kill()
     crowd.commands.until(lambda: "back in the swarm" in victim.complaint, "its daemon is back", alive=[victim])
     crowd.commands.until(lambda: steps(victim) > taken + 5, "it trains on", alive=[victim, *crowd.sound])
-    crowd.goes_on()
+    taken = steps(victim)
     victim.process.send_signal(signal.SIGTERM)  # as Docker and systemd ask
     assert victim.wait() == Exit.OK, victim.complaint
-    assert victim.left_behind() == []
-    assert [event.why for event in victim.events(Finished)] == ["asked to leave"]
+    gone(victim)
+    (finished,) = victim.events(Finished)
+    assert finished.why == "asked to leave"
+    assert finished.step >= taken
+    # One a round, the last few kept, and the last of all on leaving.
+    saved = max(path.name for path in victim.home.glob("runs/*/checkpoint/*"))
+    assert saved.endswith(f"-{finished.step:010d}.safetensors")
+    listed = [record["peer"] for stage in look(crowd.commands, crowd.invite)["stages"] for record in stage]
+    assert name not in listed
+    assert peer(crowd.keeper) in listed
+    crowd.goes_on()
 
 
 def test_a_new_bootstrap_peer_takes_the_place_of_a_dead_one(crowd: Crowd) -> None:
@@ -535,23 +435,4 @@ def test_a_new_bootstrap_peer_takes_the_place_of_a_dead_one(crowd: Crowd) -> Non
     crowd.all_train()
     assert "copying stage 1" in newcomer.complaint
     assert peer(newcomer) in {record["peer"] for record in look(crowd.commands, crowd.invite)["stages"][1]}
-    crowd.goes_on()
-
-
-def test_one_interrupt_lets_a_node_leave_politely(crowd: Crowd) -> None:
-    victim = crowd.spare()
-    name, taken = peer(victim), steps(victim)
-    victim.interrupt()
-    assert victim.wait() == Exit.OK, victim.complaint
-    assert victim.left_behind() == []
-    assert not victim.daemons()
-    (finished,) = victim.events(Finished)
-    assert finished.why == "asked to leave"
-    assert finished.step >= taken
-    # One a round, the last few kept, and the last of all on leaving.
-    saved = max(path.name for path in victim.home.glob("runs/*/checkpoint/*"))
-    assert saved.endswith(f"-{finished.step:010d}.safetensors")
-    listed = [record["peer"] for stage in look(crowd.commands, crowd.invite)["stages"] for record in stage]
-    assert name not in listed
-    assert peer(crowd.keeper) in listed
     crowd.goes_on()

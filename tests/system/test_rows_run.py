@@ -112,17 +112,3 @@ def test_real_nodes_learn_the_answers_of_conversations_and_take_them_home(tmp_pa
     assert "<|im_start|>user\nIs 8 even?<|im_end|>\n" in tokenizer.apply_chat_template(
         conversation(8)["messages"], tokenize=False
     )
-
-
-def test_a_source_without_a_row_that_fits_ends_with_its_code() -> None:
-    with Commands() as commands:
-        run = commands.directory / "run.toml"
-        run.write_text(RUN)
-        rows = commands.directory / "rows.jsonl"
-        rows.write_text('{"text": "no conversation"}\n' * 3)
-        bootstrap, invite = host(commands, run)
-        source = join(commands, invite, 0, "--data", str(rows))
-        assert source.wait() == Exit.DATA, source.complaint
-        assert "rows.jsonl:1" in source.complaint
-        bootstrap.interrupt()
-        assert bootstrap.wait() == Exit.OK

@@ -23,7 +23,7 @@ HOURS = 3.0
 CHURNS = (0.0, 0.05, 0.2, 0.6)
 INEQUALITIES = (1.0, 2.0, 8.0)
 LINES: tuple[Line, ...] = get_args(Line)
-FEW, MANY = 4, 16
+FEW, MANY, MOST = 4, 16, 64
 METHODS: dict[Method, str] = {
     "gossip": "asynchronous gossip",
     "quorum_mean": "a mean over all with a barrier and a deadline",
@@ -87,6 +87,7 @@ def places() -> tuple[tuple[int, Corpus | Prose, Conditions], ...]:
     every += [(FEW, "library", conditions) for conditions in (TUNED, *corners(), *all_conditions())]
     every += [(FEW, "prose", conditions) for conditions in corners()]
     every += [(MANY, "library", conditions) for conditions in corners()]
+    every += [(MOST, "library", conditions) for conditions in corners() if conditions.churn == TUNED.churn]
     return tuple(dict.fromkeys(every))
 
 

@@ -283,7 +283,8 @@ def _draw(panel: Axes, data: Measured, some: Sequence[Place], opponent: Method) 
         grid[y][x] = versus.nats if versus.winner in ("gossip", "mean") else 0.0
         text = f"{1e3 * versus.nats:+.0f} ± {1e3 * versus.error:.0f}"
         text += "" if versus.is_decided else f"\n({versus.seeds})"
-        panel.text(x, y, text, ha="center", va="center", fontsize=8, color=INK if versus.is_decided else "#666666")
+        size = 8 if abs(versus.nats) < 1.0 else 6  # a number of four digits would reach into its neighbour's place
+        panel.text(x, y, text, ha="center", va="center", fontsize=size, color=INK if versus.is_decided else "#666666")
     panel.imshow(grid, cmap=_COLOURS, vmin=-WIDEST, vmax=WIDEST, origin="lower", aspect="auto", alpha=0.75)
     panel.set_xticks(range(len(CHURNS)), [f"{churn:.0%}" for churn in CHURNS])
     panel.set_yticks(range(len(INEQUALITIES)), [f"{times:g} x" for times in INEQUALITIES])
