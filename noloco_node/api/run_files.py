@@ -198,9 +198,12 @@ def _handed_on(stages: Sequence[nn.Module]) -> dict[str, int]:
 def _foreign(model: nn.Module | Sequence[nn.Module], parameters: Mapping[str, nn.Parameter]) -> dict[str, object]:
     """Return the fields of a run file that tell a module, or a list of stages, from others."""
     stages = {"": model} if isinstance(model, nn.Module) else {f"{stage}.": each for stage, each in enumerate(model)}
-    shapes, frozen = {name: list(each.shape) for name, each in parameters.items()}, listed_frozen(stages)
-    handed_on = {} if isinstance(model, nn.Module) else _handed_on(model)
-    return {"foreign_parameters": shapes} | ({"foreign_frozen": frozen} if frozen else {}) | handed_on
+    fields: dict[str, object] = {"foreign_parameters": {name: list(each.shape) for name, each in parameters.items()}}
+    if frozen := listed_frozen(stages):
+        fields["foreign_frozen"] = frozen
+    if not isinstance(model, nn.Module):
+        fields |= _handed_on(model)
+    return fields
 
 
 def _write_weights(path: Path, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -174,7 +174,9 @@ class RowDocuments:
         return chunk or _Chunk(texts, names, None)
 
     def _no_text(self) -> UserError:
-        why = "; ".join(self.unread.summary()) or f"{self.rows_seen} rows have none, or all of it is held out"
+        none = f"none of its rows ({self.rows_seen}) has any" if self.rows_seen else "it has no rows"
+        held_out = "all of its text is held out for validation"
+        why = "; ".join(self.unread.summary()) or (held_out if self._texts_seen else none)
         if self._data.has_rows:
             what = f'The data source has no rows that fit data.form = "{self._data.form}".'
             return data_error(what, why, "`noloco-node data` shows how rows are read")

@@ -17,7 +17,7 @@ from noloco_node.data.encoding import open_tokenizer
 from noloco_node.data.file_documents import ReadingOrder, UnreadText, row_side_of
 from noloco_node.data.row_encoder import RowEncoder, UnfitRowError, sequences_of
 from noloco_node.data.row_forms import data_error, printable
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.run.config import DataConfig, RunConfig
 from pipeline.activation_codec import ids_of, learnt
 
@@ -41,6 +41,12 @@ def preview(run: RunConfig, data: DataConfig) -> Iterator[str]:
 
     Raises `UserError` (DATA) at the end if rows do not fit, (CONFIG) if there is no data.
     """
+    if run.model.is_foreign and not run.model.is_in_stages:
+        raise config_error(
+            "The run reads no data of its run file.",
+            "it trains a module of a program, which reads its own",
+            "look at the data in that program (docs/python.md)",
+        )
     length, unfit = run.pipeline.sequence_length, None
     weights = [each.weight for each in data.mixture] or [1.0]
     for number, (source, weight) in enumerate(zip(data.sources, weights, strict=True)):

@@ -167,6 +167,12 @@ def model_in(directory: Path, weights: Path | None = None) -> ModelSource:
     adapted = is_adapter(directory)
     foreign = not (directory / NOTES).exists() and (adapted or (directory / "config.json").exists())
     run = None if foreign else run_of(directory)
+    if run is not None and run.model.is_foreign:
+        raise config_error(
+            f"{directory} holds the weights of a program's own module.",
+            "only the program that builds the module can compute with them",
+            "load model.safetensors in that program (docs/python.md)",
+        )
     if not adapted:
         return ModelSource(directory, run)
     return ModelSource(_adapted_by(directory) if weights is None else weights.expanduser(), run, directory)

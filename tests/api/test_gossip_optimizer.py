@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import noloco_node
 from noloco_node.errors import Exit, UserError
+from noloco_node.export.sources import model_in
 from noloco_node.journal.events import Event, Finished, InnerStep
 from noloco_node.journal.reader import read
 
@@ -174,3 +175,5 @@ def test_a_run_ends_with_its_budget(run: Run) -> None:
     out = run.directory / "model"
     noloco_node.export(None, out, homes=run.directory / "last")
     assert (out / "model.safetensors").is_file()
+    with pytest.raises(UserError, match="a program's own module"):  # evaluate and generate cannot build it
+        model_in(out)

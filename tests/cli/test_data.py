@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from checkpoints import write_tokenizer
+from torch import nn
 from transformers import AutoTokenizer
 from typer.testing import CliRunner, Result
 
+import noloco_node
 from noloco_node.cli.main import app
 from noloco_node.data import row_preview
 from noloco_node.errors import Exit, UserError
@@ -126,3 +128,9 @@ def test_a_large_file_is_counted_whole_and_measured_in_part(tmp_path: Path, monk
     assert "10 rows fit the form" in told
     assert "Those of the first 4 that fit a sequence" in told
     assert "2 of the first 4 are longer" in told
+
+
+def test_a_run_whose_program_reads_its_own_data_shows_none(tmp_path: Path) -> None:
+    refused = show(noloco_node.init(tmp_path / "run.toml", nn.Linear(2, 1), steps=1))
+    assert isinstance(refused.exception, UserError)
+    assert "reads no data" in refused.exception.what
