@@ -77,11 +77,24 @@ _LOG = _Log()
 
 
 class _Handler(logging.Handler):
-    """Writes the log lines of libraries like our own."""
+    """Writes the log lines of libraries like our own, each once: some libraries print their lines themselves too."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if _printed_by_its_library(record.name):
+            return
         known = [level for level in LogLevel if level.number <= record.levelno]
         _LOG.print(known[-1] if known else LogLevel.DEBUG, record.getMessage(), record.name)
+
+
+def _printed_by_its_library(name: str) -> bool:
+    """Say whether a library has printed its line itself; its next lines are left to us."""
+    logger, printed = logging.getLogger(name), False
+    while logger.parent is not None:
+        for handler in [each for each in logger.handlers if type(each) is logging.StreamHandler]:
+            logger.removeHandler(handler)
+            printed = True
+        logger = logger.parent
+    return printed
 
 
 _HANDLER = _Handler()

@@ -88,6 +88,19 @@ def test_a_program_reads_an_object_a_line_with_the_level_and_whose_it_is(monkeyp
 
 
 @pytest.mark.usefixtures("_as_before")
+def test_a_line_of_a_library_that_prints_its_lines_itself_is_printed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", heard := io.StringIO())
+    terminal.configure(terminal.LogLevel.INFO, as_json=False)
+    logging.getLogger("talking").addHandler(logging.StreamHandler(heard))
+    lines = ["one", "two", "three"]
+    for line in lines:
+        logging.getLogger("talking.part").warning(line)
+    said = heard.getvalue().splitlines()
+    assert [line.split()[-1] for line in said] == lines
+    assert all("warning: " in line for line in said[1:])
+
+
+@pytest.mark.usefixtures("_as_before")
 @pytest.mark.parametrize(("least", "count"), [("debug", 3), ("info", 3), ("warning", 2), ("error", 1)])
 def test_what_matters_less_is_not_said(monkeypatch: pytest.MonkeyPatch, least: str, count: int) -> None:
     monkeypatch.setattr(sys, "stderr", heard := io.StringIO())

@@ -80,24 +80,10 @@ def init(
     if isinstance(model, nn.Module):
         table["pipeline"] |= {"stages": 1, "microbatches_per_step": 1}
     elif not isinstance(model, Mapping):
-        table["model"] |= _handed_on(model)
         table["pipeline"]["stages"] = len(model)
-    example = 'sections={"inner": {"clip_norm": 1.0}}'
-    if not isinstance(sections, Mapping):
-        raise config_error(f"sections is {sections!r}.", "it is a dictionary of the sections of a run file", example)
-    for section, values in sections.items():
-        before = table.get(section, {})
-        if not (isinstance(before, Mapping) and isinstance(values, Mapping)):
-            why = "a section of a run file is a dictionary of fields"
-            raise config_error(f"sections has {values!r} for {section}.", why, example)
-        table[section] = {**before, **values}
+    table |= _merged(table, sections)
     if parameters:
-        if weights == path or not WEIGHT_FILE.fullmatch(weights.name):
-            raise config_error(
-                f"The run file {path} has no name that fits its own weights.",
-                f"they are written beside it as {weights.name}, and travel under this name",
-                "ASCII letters, digits, . _ and -, and another ending than .safetensors, such as run.toml",
-            )
+        _check_weights_name(path, weights)
         # Before a file of weights is written, all the rest is known to be right: this entry stands for it.
         table["model"]["weights"] = [{"file": weights.name, "size_bytes": 1, "digest": 64 * "0"}]
     decode_run(_text(table), str(path))
@@ -110,6 +96,31 @@ def init(
         decode_run(_text(table), str(path))
     write_text(path, _text(table), overwrite=True)
     return path
+
+
+def _merged(table: Mapping[str, Any], sections: Mapping[str, Mapping[str, object]]) -> dict[str, Any]:
+    """Return those sections of a run file that have other fields too, with these; `UserError` for what is none."""
+    example = 'sections={"inner": {"clip_norm": 1.0}}'
+    if not isinstance(sections, Mapping):
+        raise config_error(f"sections is {sections!r}.", "it is a dictionary of the sections of a run file", example)
+    merged = {}
+    for section, values in sections.items():
+        before = table.get(section, {})
+        if not (isinstance(before, Mapping) and isinstance(values, Mapping)):
+            why = "a section of a run file is a dictionary of fields"
+            raise config_error(f"sections has {values!r} for {section}.", why, example)
+        merged[section] = {**before, **values}
+    return merged
+
+
+def _check_weights_name(path: Path, weights: Path) -> None:
+    """Raise `UserError` if the file of weights beside a run file would be the run file, or may not travel."""
+    if weights == path or not WEIGHT_FILE.fullmatch(weights.name):
+        raise config_error(
+            f"The run file {path} has no name that fits its own weights.",
+            f"they are written beside it as {weights.name}, and travel under this name",
+            "ASCII letters, digits, . _ and -, and another ending than .safetensors, such as run.toml",
+        )
 
 
 def _whole(field: str, value: object) -> int:
@@ -187,8 +198,12 @@ def _handed_on(stages: Sequence[nn.Module]) -> dict[str, int]:
 def _foreign(model: nn.Module | Sequence[nn.Module], parameters: Mapping[str, nn.Parameter]) -> dict[str, object]:
     """Return the fields of a run file that tell a module, or a list of stages, from others."""
     stages = {"": model} if isinstance(model, nn.Module) else {f"{stage}.": each for stage, each in enumerate(model)}
-    shapes, frozen = {name: list(each.shape) for name, each in parameters.items()}, listed_frozen(stages)
-    return {"foreign_parameters": shapes} | ({"foreign_frozen": frozen} if frozen else {})
+    fields: dict[str, object] = {"foreign_parameters": {name: list(each.shape) for name, each in parameters.items()}}
+    if frozen := listed_frozen(stages):
+        fields["foreign_frozen"] = frozen
+    if not isinstance(model, nn.Module):
+        fields |= _handed_on(model)
+    return fields
 
 
 def _write_weights(path: Path, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -148,7 +148,7 @@ def _root(
 
 def _refusal_of(error: OSError) -> UserError | None:
     """Return what a person can do about an error of the system; None if only the program can be at fault."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
         what = "What the command returns or keeps cannot be written."
         return storage_error(what, why=reason_of(error), hint="free some space, or write to another disk")
     if error.filename is not None and error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP):

@@ -244,8 +244,9 @@ class Visitor(msgspec.Struct, frozen=True):
         """Return the key of the owner of the run with this digest, if it is here."""
         if self.run is None or not (self.run.is_file() and key_file(self.run).is_file()):
             return None
-        ours = RunFileText(read_run_text(self.run), str(self.run)).digest == digest
-        return load_key(self.run) if ours else None
+        recipe = RunFileText(read_run_text(self.run), str(self.run))
+        is_owned = recipe.digest == digest and recipe.run.admission.owner_key is not None
+        return load_key(self.run) if is_owned else None
 
 
 @asynccontextmanager

@@ -188,9 +188,9 @@ def test_an_option_on_what_is_said_without_its_value_is_named(capsys: pytest.Cap
     assert "requires an argument" in capsys.readouterr().err
 
 
-def told(home: Path, out: int | IO[bytes]) -> subprocess.CompletedProcess[bytes]:
-    """Run a command that returns some lines."""
-    words = [sys.executable, "-m", "noloco_node", "me", "--home", str(home)]
+def told(home: Path, out: int | IO[bytes], *before: str) -> subprocess.CompletedProcess[bytes]:
+    """Run a command that returns some lines, by way of the command `before`."""
+    words = [*before, sys.executable, "-m", "noloco_node", "me", "--home", str(home)]
     return subprocess.run(words, stdout=out, stderr=subprocess.PIPE, check=False)
 
 
@@ -207,8 +207,12 @@ def test_a_reader_that_closes_the_pipe_is_no_error(tmp_path: Path) -> None:
 def test_an_output_that_cannot_be_written_gets_a_message(tmp_path: Path) -> None:
     with Journal(tmp_path / "journal.jsonl") as journal:
         journal.write(events.Started(peer="12D3peer", stage=0, run="r", version="0"))
-    with Path("/dev/full").open("wb") as full:
-        done = told(tmp_path, full)
-    assert done.returncode == Exit.STORAGE, done.stderr
-    assert b"No space left on device" in done.stderr
-    assert b"Traceback" not in done.stderr
+    with Path("/dev/full").open("wb") as full, (tmp_path / "limited").open("wb") as limited:
+        ends = {
+            b"No space left on device": told(tmp_path, full),
+            b"File too large": told(tmp_path, limited, "sh", "-c", 'ulimit -f 0; exec "$@"', "sh"),
+        }
+    for why, done in ends.items():
+        assert done.returncode == Exit.STORAGE, done.stderr
+        assert why in done.stderr
+        assert b"Traceback" not in done.stderr
