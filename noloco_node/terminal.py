@@ -80,19 +80,21 @@ class _Handler(logging.Handler):
     """Writes the log lines of libraries like our own, each once: some libraries print their lines themselves too."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if _printed_by_its_library(record.name):
+        if _printed_by_its_library(record):
             return
         known = [level for level in LogLevel if level.number <= record.levelno]
         _LOG.print(known[-1] if known else LogLevel.DEBUG, record.getMessage(), record.name)
 
 
-def _printed_by_its_library(name: str) -> bool:
+def _printed_by_its_library(record: logging.LogRecord) -> bool:
     """Say whether a library has printed its line itself; its next lines are left to us."""
-    logger, printed = logging.getLogger(name), False
+    logger, printed = logging.getLogger(record.name), False
+    screens = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     while logger.parent is not None:
-        for handler in [each for each in logger.handlers if type(each) is logging.StreamHandler]:
-            logger.removeHandler(handler)
-            printed = True
+        for handler in list(logger.handlers):
+            if type(handler) is logging.StreamHandler and handler.stream in screens:
+                logger.removeHandler(handler)
+                printed |= record.levelno >= handler.level
         logger = logger.parent
     return printed
 

@@ -100,7 +100,9 @@ class CheckFinding(StrEnum):
 
 
 class Verdict(NamedTuple):
-    """A finding. `distance`: of its answer from the others'. `usual`: between replicas. `for_s`: how long it holds."""
+    """A finding. `distance`: of its answer from the others'. `usual`: between replicas; 0 where it is
+    not known. `for_s`: how long it holds.
+    """
 
     peer: str
     finding: CheckFinding
@@ -289,7 +291,7 @@ class Verdicts:
             self._pass(peer)
         found: list[Verdict] = []
         for peer, far in odd.items():
-            strike = Verdict(peer, CheckFinding.STRUCK, far, usual)
+            strike = Verdict(peer, CheckFinding.STRUCK, far, 0.0 if math.isnan(usual) else usual)
             found += self._struck(strike, far, majority.alike, replicas, now_s)
         return found
 
@@ -439,6 +441,7 @@ class SpotChecks:
         others = [hop.peer for hop in self.hops() if hop.peer in self._answered and hop.peer != peer]
         if 1 + len(others) < LEAST_REPLICAS:
             return reply
+        calls: list[str] = []
         self._rng.shuffle(others)
         others.sort(key=lambda other: not self._answered[other])
         try:
@@ -448,6 +451,8 @@ class SpotChecks:
                     return await self._checked(peer, reply, microbatch, others, calls)
         except TimeoutError:
             self._counts["too_late"] += 1
+            # One that colludes could answer late on purpose: the next answers of all are checked.
+            self._answered |= dict.fromkeys([peer, *calls] if calls else [], False)
             return reply
 
     def statistics(self) -> dict[str, int | float]:
@@ -476,7 +481,8 @@ class SpotChecks:
                 majority = Majority.of(apart)
                 # Three of which none is odd are honest; an odd one needs three that are alike, if there are so many.
                 decided = bool(majority.odd) == (len(answers) > LEAST_REPLICAS)
-                if decided or len(answers) == 1 + len(others):
+                # Of four or more without three that are alike, two may collude with each other.
+                if decided or len(answers) == LEAST_REPLICAS == 1 + len(others):
                     return self._judged(peer, answers, apart, majority)
         if apart:
             # They disagree, and nobody knows which of them is wrong: their next answers are checked, too.

@@ -101,6 +101,17 @@ def test_a_line_of_a_library_that_prints_its_lines_itself_is_printed_once(monkey
 
 
 @pytest.mark.usefixtures("_as_before")
+def test_a_handler_that_a_program_has_set_for_itself_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", heard := io.StringIO())
+    terminal.configure(terminal.LogLevel.INFO, as_json=False)
+    logging.getLogger("kept").addHandler(logging.StreamHandler(own := io.StringIO()))
+    for line in ("one", "two"):
+        logging.getLogger("kept").warning(line)
+    assert own.getvalue().split() == ["one", "two"]
+    assert len(heard.getvalue().splitlines()) == 2
+
+
+@pytest.mark.usefixtures("_as_before")
 @pytest.mark.parametrize(("least", "count"), [("debug", 3), ("info", 3), ("warning", 2), ("error", 1)])
 def test_what_matters_less_is_not_said(monkeypatch: pytest.MonkeyPatch, least: str, count: int) -> None:
     monkeypatch.setattr(sys, "stderr", heard := io.StringIO())

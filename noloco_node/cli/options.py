@@ -19,7 +19,6 @@ from noloco_node.errors import config_error, reason_of, usage_error
 from noloco_node.limits.budget import OwnerLimits, read_owner_limits, read_size
 from noloco_node.observe.curves import CurveFormat, read_formats
 from noloco_node.run.config import MOST_SLOWDOWN
-from noloco_node.run.fields import short
 from noloco_node.storage.checkpoint import KEPT
 from noloco_node.storage.home import HomePaths
 from noloco_node.terminal import warn
@@ -46,9 +45,9 @@ def invite_text(given: str | None) -> str | None:
     if not typed and not os.path.isfile(path):  # unlike Path.is_file, this takes a text of any length
         if given in sys.argv and "#" in given and not given.endswith("#open"):
             warn(TYPED_SECRET)
-        if given.strip() and not given.lstrip().startswith("noloco") and not os.path.isdir(path):
+        if given.strip() and not given.lstrip().startswith("noloco") and not os.path.isdir(path.strip()):
             raise config_error(
-                f"There is no invite {short(given)!r}.",
+                f"There is no invite {given[:80]!r}.",
                 "it is no file and no home of a node, and an invite begins with 'noloco'",
                 "check the path, or paste the line which `noloco-node bootstrap` printed",
             )

@@ -160,8 +160,8 @@ class SpotCheck(_Event, frozen=True, tag="spot_check"):
 
     `finding`: struck (it was the odd one), quarantined, paroled; doubted is ourselves, who found
     half of a stage guilty and judge nobody for so long. `distance`: of its answer from theirs, as a share of both
-    squares, 2 at most; of a mean the square of the difference, where `usual` is 0. `usual`: between replicas.
-    `for_s`: how long it holds. `count`: so often since it was told last.
+    squares, 2 at most; of a mean the square of the difference. `usual`: between replicas; 0 of a mean, and where it is
+    not known yet. `for_s`: how long it holds. `count`: so often since it was told last.
     """
 
     peer: str

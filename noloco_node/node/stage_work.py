@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -112,13 +113,13 @@ class StageWork:
         `seems_over`: no work comes any more. Then a sample, whose reading may not be due for minutes, is read at once.
         """
         while not over():
-            is_sample = self._membership.roster.is_sample
-            try:
-                async with asyncio.timeout(LEAST_PAUSE_S if is_sample else ALONE_S):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LEAST_PAUSE_S if self._membership.roster.is_sample else ALONE_S):
                     await self._membership.changed()
-            except TimeoutError:
-                if is_sample and seems_over():
-                    await self._membership.peek()
+            roster = self._membership.roster
+            # By its age: another stage, which is no sample, may change every few seconds.
+            if roster.is_sample and seems_over() and loop_s() - roster.stage_read_at(0) >= LEAST_PAUSE_S:
+                await self._membership.peek()
 
     async def _make_source(self, replica: Replica) -> MicrobatchSource:
         opened, resumed = self.text is None, self._resumed

@@ -132,8 +132,8 @@ class Membership:
         self._own: PeerRecord | None = None
         self._publish_s = float("-inf")
         """When our record is to be published again (loop seconds)."""
-        self._published_depth = 0
-        """The depth that our last record said."""
+        self._published_at: list[str] = []
+        """The keys of our last record."""
         self._serial = 0
         self._kept_s = 0.0
         """The longest life in the DHT that a record of ours had."""
@@ -452,8 +452,8 @@ class Membership:
         self.unlisted_since_s = None if is_listed else self.unlisted_since_s or loop_s()
         # Within a tenth: the next chance is a refresh later.
         # The first record under new keys is soon followed by another: who changes with us may have read before it.
-        is_known = is_listed and is_sampled and depth == self._published_depth
-        self._published_depth = depth
+        is_known = is_listed and is_sampled and keys == self._published_at
+        self._published_at = keys
         self._publish_s = loop_s() + (0.9 * RENEWED_S if is_known else 0.0)
 
     def _is_due(self, last_s: float) -> bool:

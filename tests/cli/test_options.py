@@ -43,7 +43,8 @@ def test_an_invite_may_come_by_a_variable_that_other_users_cannot_read(tmp_path:
 
 
 def test_the_home_of_a_node_stays_as_it_is_and_a_misspelt_path_is_named(tmp_path: Path) -> None:
-    assert invite_text(str(tmp_path)) == str(tmp_path)
+    for typed in (str(tmp_path), f" {tmp_path}\n"):
+        assert invite_text(typed) == typed
     for typed in (str(tmp_path / "invite"), "\x1b[31m" + 900 * "x"):
         with pytest.raises(UserError, match="There is no invite") as caught:
             invite_text(typed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -102,6 +103,7 @@ async def test_a_liar_is_struck_while_all_weights_are_equal(wrong: Callable[[tor
     )
     replies = await peers.go_round(12)
     assert {verdict.peer for verdict in peers.found} == {"b"}
+    assert {verdict.usual for verdict in peers.found} == {0.0}, "a number, which a journal can keep"
     assert peers.shut_out == ["b"]
     bad = [reply for reply in replies if isinstance(reply, Gradient) and not torch.equal(reply.hidden, TRUE)]  # type: ignore[arg-type]
     assert len(bad) <= 2, "before three others have answered"
@@ -125,6 +127,18 @@ async def test_a_replica_is_checked_again_after_a_check_that_decided_nothing() -
     busy, peers.checks._budget = "", CheckBudget(0.04)
     await peers.ask("a")
     assert {verdict.peer for verdict in peers.found} == {"a"}
+
+
+async def test_nothing_is_learnt_of_two_against_two_but_that_all_are_to_be_checked_again() -> None:
+    """Two that collude could choose the distance which would count as usual from then on."""
+    answers = {"a": TRUE, "b": 1.1 * TRUE, "c": -TRUE, "d": -1.5 * TRUE}
+    peers = Peers("abcd", lambda peer, honest: replace(honest, hidden=answers[peer], computed_by=peer))
+    await peers.go_round(12)
+    assert peers.checks.statistics()["calls"] > 6
+    assert peers.found == []
+    assert math.isnan(peers.checks._verdicts.usual)
+    assert peers.checks._verdicts._known <= 1, "of a check before the fourth had answered"
+    assert not any(peers.checks._answered.values())
 
 
 async def test_a_liar_is_quarantined_and_while_it_is_checked_its_answers_do_no_harm() -> None:
@@ -272,6 +286,7 @@ async def test_a_check_leaves_time_for_the_way_up() -> None:
         assert loop.time() - begun_s <= 51.0
         late += loop.time() - begun_s > 49.0
     assert peers.checks.statistics()["too_late"] == late > 0
+    assert not peers.checks._answered["a"], "an answer that came too late clears nobody"
 
 
 async def test_a_lie_about_the_loss_is_a_disagreement() -> None:

@@ -189,10 +189,11 @@ async def test_names_that_say_a_great_depth_displace_nobody() -> None:
 
 
 @pytest.mark.parametrize(("progress", "pause_s"), [(NEARLY_OVER, LEAST_PAUSE_S), (0.5, ALONE_S)])
+@pytest.mark.parametrize("changes_s", [1e6, 10.0])
 async def test_a_later_stage_without_work_reads_a_sample_whose_reading_is_not_due(
-    progress: float, pause_s: float
+    progress: float, pause_s: float, changes_s: float
 ) -> None:
-    """Else it learns minutes later that the sources have finished."""
+    """Else it learns of the end minutes later. `changes_s`: between two changes of another stage."""
     ended = sample(2000, 90, 2, state=PeerState.FINISHED, progress=1.0)
     ended = msgspec.structs.replace(ended, sources=90, sources_finished=90)
 
@@ -200,7 +201,11 @@ async def test_a_later_stage_without_work_reads_a_sample_whose_reading_is_not_du
         membership.roster = ended
         return ended
 
-    membership = cast(Any, SimpleNamespace(roster=sample(2000, 90, 2), changed=asyncio.Event().wait, peek=peek))
+    async def changed() -> None:
+        await asyncio.sleep(changes_s)
+
+    known = sample(2000, 90, 2, loop_s())
+    membership = cast(Any, SimpleNamespace(roster=known, changed=changed, peek=peek))
     run = cast(Any, SimpleNamespace(budget_samples=10**6, pipeline=PipelineConfig(stages=2)))
     served = SimpleNamespace(returned_s=loop_s(), issued=SimpleNamespace(samples={}))
     replica = cast(Any, SimpleNamespace(stage=1, microbatches=served, progress=SimpleNamespace(value=progress)))
