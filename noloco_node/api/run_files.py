@@ -17,6 +17,7 @@ from torch import nn
 from gossip.settings import OuterConfig
 from noloco_node.api.foreign_stage import listed_frozen, trained_parameters
 from noloco_node.api.program_stages import stage_parameters, tokens, tried
+from noloco_node.data.encoding import check_vocabulary
 from noloco_node.errors import config_error, os_errors_as, storage_error
 from noloco_node.run.fields import toml
 from noloco_node.run.presets import check_free, check_named, write_text
@@ -86,7 +87,9 @@ def init(
         _check_weights_name(path, weights)
         # Before a file of weights is written, all the rest is known to be right: this entry stands for it.
         table["model"]["weights"] = [{"file": weights.name, "size_bytes": 1, "digest": 64 * "0"}]
-    decode_run(_text(table), str(path))
+    run = decode_run(_text(table), str(path))
+    if run.model.is_in_stages and run.data.has_byte_tokenizer:  # others are opened by nodes
+        check_vocabulary(run.data, run.model.foreign_vocabulary)
     if not overwrite:
         for each in [path, weights] if parameters else [path]:
             check_free(each, _HINT)

@@ -148,5 +148,6 @@ def check_vocabulary(data: DataConfig, model_vocabulary: int) -> None:
         raise config_error(
             f"The model's vocabulary of {model_vocabulary} is smaller than the tokenizer's.",
             why=f"{data.tokenizer} has {needed} tokens, and one beyond the vocabulary has no embedding",
-            hint=f"vocab_size = {needed} or more in [model.sizes], or another data.tokenizer",
+            hint=f"vocab_size = {needed} or more in [model.sizes], in a program's stages as many embeddings and "
+            "logits; or another data.tokenizer",
         )

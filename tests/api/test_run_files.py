@@ -127,6 +127,7 @@ def test_a_run_file_has_a_name_that_fits_its_weights(tmp_path: Path, name: str) 
         (5, "of the type int"),
         ("llama", "of the type str"),
         ([nn.Embedding(3, 2), nn.ReLU()], "Stage 1 has no parameter"),
+        ([nn.Embedding(384, 2), nn.Linear(2, 383)], "vocabulary of 383 is smaller than the tokenizer's"),
         (nn.LazyLinear(3), "weight has no values"),
         (nn.Linear(2, 1, device="meta"), "weight has no values"),
     ],
