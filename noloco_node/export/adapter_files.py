@@ -52,13 +52,13 @@ def are_frozen(model: ModelConfig, base: Sequence[Path]) -> bool:
     return any(each.file == path.name for each in model.frozen_files for path in base)
 
 
-def check_merge(run: RunConfig, base: Sequence[Path]) -> None:
-    """Raise `UserError` if a run cannot be exported as a merged model."""
-    if not run.adapter.is_trained:
-        raise usage_error(
-            "There are no adapters to merge.", why="this run trains all weights of its model", hint="leave --merge out"
-        )
-    if not base:
+def check_wanted(run: RunConfig, wanted: AdapterExport, base: Sequence[Path]) -> None:
+    """Raise `UserError` if a run cannot be exported as wanted. `base`: the files of the model that it adapts."""
+    if not run.adapter.is_trained and wanted != AdapterExport():
+        what = "There are no adapters to merge." if wanted.merge else "There are no adapters that need --weights."
+        left_out = "--merge" if wanted.merge else "--weights"
+        raise usage_error(what, why="this run trains all weights of its model", hint=f"leave {left_out} out")
+    if wanted.merge and not base:
         raise without_base("merge")
 
 

@@ -106,8 +106,7 @@ def merge_files(filed: Sequence[ReplicaFile], recipe: RunFileText, layout: Dimen
 def _base_of(recipe: RunFileText, homes: Sequence[Path], wanted: adapter_files.AdapterExport) -> list[Path]:
     """Return the files of the model that a run adapts, as far as they are here; raise `UserError` if they must be."""
     base = adapter_files.base_files(recipe, homes, wanted.base)
-    if wanted.merge:
-        adapter_files.check_merge(recipe.run, base)
+    adapter_files.check_wanted(recipe.run, wanted, base)
     return base
 
 

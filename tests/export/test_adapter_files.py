@@ -18,15 +18,15 @@ from sample_counters import counters
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.export.adapter_files import AdapterExport, peft_adapter
+from noloco_node.export.adapter_files import AdapterExport, check_wanted, peft_adapter
 from noloco_node.export.continue_run import continuing_text
 from noloco_node.export.exporter import export
 from noloco_node.export.frozen_files import with_frozen_files
 from noloco_node.export.sources import model_in, read_provenance
 from noloco_node.planning.model_layout import build_stage, model_layout
 from noloco_node.run.config import AdapterConfig
-from noloco_node.run.presets import with_fields
-from noloco_node.run.runfile import load_run
+from noloco_node.run.presets import run_text, with_fields
+from noloco_node.run.runfile import decode_run, load_run
 from noloco_node.storage.checkpoint import Checkpoint, save
 from noloco_node.storage.home import Home
 from noloco_node.storage.weight_store import WeightStore
@@ -284,3 +284,12 @@ def test_init_plans_adapters_for_machines(tmp_path: Path) -> None:
 
 def test_init_wants_a_model_for_adapters(tmp_path: Path) -> None:
     refused("init", "--lora", 4, tmp_path / "run.toml", code=Exit.USAGE)
+
+
+@pytest.mark.parametrize("wanted", [AdapterExport(merge=True), AdapterExport(base=Path("model"))])
+def test_a_run_of_all_weights_has_no_adapters_to_export(wanted: AdapterExport) -> None:
+    run = decode_run(run_text("tiny"), "a test")
+    check_wanted(run, AdapterExport(), [])
+    with pytest.raises(UserError, match="There are no adapters") as caught:
+        check_wanted(run, wanted, [])
+    assert caught.value.code == Exit.USAGE
