@@ -8,6 +8,9 @@ sign, a second moment's by the root of the root. Codes are rounded to the neares
 A second moment far below its block's largest has the code 0. A step takes it for at least what its first moment shows:
 without rounding that bound always holds (`moment_ratio`), and with it no step explodes.
 
+With Nesterov's momentum (`Inner.nesterov`) a step takes the first moment as it would be after the same gradient once
+more: NAdam (Dozat 2016), with the same beta1 in each step and decoupled decay. It needs no memory.
+
 A step goes through a matrix in pieces of whole blocks, since a block has one scale. One piece at a time becomes
 float32, is computed and is put back, so the result does not depend on where a piece ends. A weight may be split into
 its upper half and a correction (`pipeline.hardware.split_weights`). On a GPU the arithmetic is compiled, where torch
@@ -83,11 +86,11 @@ def advance(weight: Tensor, gradient: Tensor, moments: tuple[Codes, Codes], numb
 
     `weight`, `gradient`: float32 [blocks, values]. `numbers`: as `_numbers` has them.
     """
-    keep, rate, unbiased, fresh, beta2, fresh_square, ratio, epsilon = numbers.unbind()
+    keep, own, given, unbiased, fresh, beta2, fresh_square, ratio, epsilon = numbers.unbind()
     first = torch.lerp(decode_first(*moments[0]), gradient, fresh)
     second = decode_second(*moments[1]) * beta2 + gradient.square() * fresh_square
     root = torch.maximum(second.sqrt(), first.abs() / ratio)
-    weight = weight * keep - rate * first / (root * unbiased + epsilon)
+    weight = weight * keep - (own * first + given * gradient) / (root * unbiased + epsilon)
     return (weight, *encode_first(first), *encode_second(root.square()))
 
 
@@ -118,7 +121,7 @@ def compiled(device: torch.device, *, halves: bool = False) -> Move | None:
             )
             parts = list(split(torch.zeros(blocks, BLOCK, device=device)))
             gradient = torch.zeros(blocks, BLOCK, dtype=torch.bfloat16 if halves else torch.float32, device=device)
-            faster(parts if halves else [gradient.clone()], gradient, (first, second), torch.ones(8, device=device))
+            faster(parts if halves else [gradient.clone()], gradient, (first, second), torch.ones(9, device=device))
     except (RuntimeError, OSError, ImportError) as error:
         if is_shortage(error):
             raise
@@ -190,7 +193,7 @@ class AdamW:
 
     def _reserve(self) -> Tensor:
         """Return memory that a step gives back while it needs some: on a GPU it may be all that is left."""
-        if not self._coded or self._device.type != "cuda":
+        if not (self._coded or self._inner.nesterov) or self._device.type != "cuda":
             return torch.empty(0)
         largest = min(_COMPILED_PIECE, max(map(torch.numel, self._coded))) if self._faster else 0
         return torch.empty(max(_ROOM, int(_COMPILED_ROOM * largest)), device=self._device)
@@ -199,17 +202,37 @@ class AdamW:
     def step(self, learning_rate: float) -> None:
         """Step on the gradients that the weights have; a weight without one stays as it is."""
         self.steps += 1
-        if self._plain is not None:
-            for group in self._plain.param_groups:
-                group["lr"] = learning_rate
-            self._plain.step()
         numbers = _numbers(self._inner, learning_rate, self.steps).to(self._device)
         with self.room():
+            if self._plain is not None:
+                for group in self._plain.param_groups:
+                    group["lr"] = learning_rate
+                self._plain.step()
+                if self._inner.nesterov:
+                    self._look_ahead(learning_rate)
             for weight, own_pieces in self._pieces.items():
                 if weight.grad is not None:
                     self._step_coded(weight, weight.grad.reshape(-1), own_pieces, numbers)
         if self._beside is not None:
             self._beside.settle()
+
+    def _look_ahead(self, learning_rate: float) -> None:
+        """Turn the step that torch has taken into one by Nesterov's momentum; the gradients are changed.
+
+        In small pieces: on a GPU there may be no memory for the root of a large matrix.
+        """
+        assert self._plain is not None
+        (own, given), (taken, _) = (
+            _momentum(inner, self.steps) for inner in (self._inner, self._inner._replace(nesterov=False))
+        )
+        unbiased = 1.0 / math.sqrt(1.0 - self._inner.beta2**self.steps)
+        for weight, state in self._plain.state.items():
+            if weight.grad is None:
+                continue
+            values = (weight.detach(), weight.grad, *(state[name] for name in _NAMES))
+            for part, gradient, first, second in zip(*(each.view(-1).split(PIECE) for each in values), strict=True):
+                more = gradient.mul_(given).add_(first, alpha=own - taken)
+                part.addcdiv_(more, second.sqrt().mul_(unbiased).add_(self._inner.epsilon), value=-learning_rate)
 
     @contextmanager
     def room(self) -> Iterator[None]:
@@ -263,11 +286,20 @@ class AdamW:
 
 
 def _numbers(inner: Inner, learning_rate: float, steps: int) -> Tensor:
-    """Return what a step multiplies by, in float32; the first three follow from how many steps were taken."""
-    keep, rate = 1.0 - learning_rate * inner.weight_decay, learning_rate / (1.0 - inner.beta1**steps)
-    unbiased = 1.0 / math.sqrt(1.0 - inner.beta2**steps)
+    """Return what a step multiplies by, in float32; the first four follow from how many steps were taken."""
+    own, given = (learning_rate * share for share in _momentum(inner, steps))
+    keep, unbiased = 1.0 - learning_rate * inner.weight_decay, 1.0 / math.sqrt(1.0 - inner.beta2**steps)
     ratio = min(moment_ratio(inner.beta1, inner.beta2), LARGEST_RATIO)
-    return torch.tensor([keep, rate, unbiased, 1.0 - inner.beta1, inner.beta2, 1.0 - inner.beta2, ratio, inner.epsilon])
+    fresh, fresh_square = 1.0 - inner.beta1, 1.0 - inner.beta2
+    return torch.tensor([keep, own, given, unbiased, fresh, inner.beta2, fresh_square, ratio, inner.epsilon])
+
+
+def _momentum(inner: Inner, steps: int) -> tuple[float, float]:
+    """Return by what a step multiplies the first moment, and by what the gradient: 0 without Nesterov's momentum."""
+    unbiased = 1.0 / (1.0 - inner.beta1**steps)
+    if not inner.nesterov:
+        return unbiased, 0.0
+    return inner.beta1 / (1.0 - inner.beta1 ** (steps + 1)), (1.0 - inner.beta1) * unbiased
 
 
 def pieces(values: int, moments: Sequence[Tensor], longest: int) -> Iterator[MatrixPiece]:

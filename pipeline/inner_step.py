@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 class Inner(NamedTuple):
     """AdamW's constants, and the norm to which a stage's gradient is clipped. Only matrices decay.
 
-    `state`: "float32", or "int8" where the moments of matrices are codes (`pipeline.adamw`).
+    `state`: "float32", or "int8" where the moments of matrices are codes (`pipeline.adamw`). `nesterov`: whether a step
+    takes the first moment as it would be after the same gradient once more.
     """
 
     beta1: float
@@ -37,6 +38,7 @@ class Inner(NamedTuple):
     weight_decay: float
     clip_norm: float
     state: str = "float32"
+    nesterov: bool = False
 
 
 class StepReport(NamedTuple):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pipeline.adapters.frozen_weights import Form
     from pipeline.decoder_slice import Cut
     from pipeline.forward_pass import Slice, StageSettings
+    from pipeline.inner_step import Inner
     from pipeline.stage import Stage
 
 _REFUSALS = (ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
@@ -244,18 +245,30 @@ def make_stage(
 def with_optimiser(run: RunConfig, part: Slice, number: int, settings: StageSettings) -> Stage:
     """Return the slice of stage `number` with the run's inner optimiser, in the run's precision."""
     from noloco_node.machine.device import autocast_dtype
-    from pipeline.inner_step import Inner
     from pipeline.stage import Stage
 
-    inner = run.inner
     return Stage(
         part,
-        Inner(inner.beta1, inner.beta2, inner.epsilon, inner.weight_decay, inner.clip_norm, inner.state),
+        inner_optimiser(run, number),
         settings._replace(autocast=autocast_dtype(settings.device, run.precision)),
         first=number == 0,
         last=run.pipeline.is_last(number),
         codec=run.pipeline.codec,
     )
+
+
+def inner_optimiser(run: RunConfig, number: int) -> Inner:
+    """Return the constants of the inner optimiser of stage `number`.
+
+    With two windows in flight all gradients before the last stage are one step stale. Nesterov's momentum gives back a
+    part of what that costs (research/results.md, "Two windows"); on fresh gradients long runs gain nothing by it.
+    """
+    from pipeline.inner_step import Inner
+
+    inner, pipeline = run.inner, run.pipeline
+    stale = pipeline.windows_in_flight == 2 and not pipeline.is_last(number)
+    constants = Inner(inner.beta1, inner.beta2, inner.epsilon, inner.weight_decay, inner.clip_norm, inner.state)
+    return constants._replace(nesterov=stale)
 
 
 def hub_directory(model: ModelConfig) -> Path | None:

@@ -21,9 +21,10 @@ is kept apart. `5/3hs` for example.
 says. `ARMeN` begins with an embedding N times as large: the fixed features of a subspace are large from the start, and
 so is this, to compare with. `ARMxN` trains N times as long: how long does it take to the same loss? `ARMrN` has N times
 the learning rate. `ARMw2` has two windows in flight (`pipeline.windows_in_flight`): every stage but the last computes a
-window's activations before it takes the step of the window before, so its gradients are one step stale. `ARMs8` keeps
-AdamW's moments as 8-bit codes (`inner.state`). `ARMgN` cuts a batch into N microbatches, and adds the gradients of
-matrices up in bfloat16, as a stage with split weights does.
+window's activations before it takes the step of the window before, so its gradients are one step stale, and it steps by
+Nesterov's momentum. `ARMn0`: no stage steps by it; `ARMn1`: all do. `ARMs8` keeps AdamW's moments as 8-bit codes
+(`inner.state`). `ARMgN` cuts a batch into N microbatches, and adds the gradients of matrices up in bfloat16, as a stage
+with split weights does.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from hashlib import sha256
 from math import exp, sqrt
 from pathlib import Path
 from statistics import mean, stdev
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,7 +90,9 @@ class Arm(NamedTuple):
     times: float = 1.0
     embedding: float = 1.0
     rate: float = 1.0
-    windows: float = 1.0
+    windows: Literal[1, 2] = 1
+    nesterov: bool | None = None
+    """Whether all stages step by Nesterov's momentum; None: as in production."""
     coded: bool = False
     summed: int = 1
     """Microbatches of a batch, whose gradients add up in bfloat16 where there are several."""
@@ -97,7 +100,7 @@ class Arm(NamedTuple):
 
 def arm_of(name: str, width: int) -> Arm:
     """Return a codec of the run file, or a recipe; in a subspace, or for longer."""
-    if changed := re.fullmatch(r"(.+)([xerwsg])([\d.]+)", name):
+    if changed := re.fullmatch(r"(.+)([xerwsgn])([\d.]+)", name):
         arm, factor = arm_of(changed[1], width), float(changed[3])
         match changed[2]:
             case "x":
@@ -106,13 +109,15 @@ def arm_of(name: str, width: int) -> Arm:
                 return arm._replace(embedding=factor)
             case "r":
                 return arm._replace(rate=factor)
-        if changed[2] == "g":
-            return arm._replace(summed=int(factor))
+            case "g":
+                return arm._replace(summed=int(factor))
+            case "n":
+                return arm._replace(nesterov=factor > 0.0)
         if changed[2] == "s" and factor == 8:
             return arm._replace(coded=True)
         if changed[2] == "s" or factor not in (1, 2):
             raise SystemExit(f"{name}: one window or two are in flight, and codes of a state have 8 bits")
-        return arm._replace(windows=factor)
+        return arm._replace(windows=2 if factor == 2 else 1)
     subspace = re.fullmatch(r"subspace-(\d+)(?:/(.+))?", name)
     if subspace:
         sent = int(subspace[1])
@@ -213,11 +218,20 @@ def train(size: Size, text: Text, seed: int, arm: Arm, count: int) -> tuple[floa
                 "tie_word_embeddings": False,
             },
         ),
-        pipeline=PipelineConfig(stages=count, sequence_length=size.sequence, codec="float32", subspace=arm.subspace),
+        pipeline=PipelineConfig(
+            stages=count,
+            sequence_length=size.sequence,
+            windows_in_flight=arm.windows,
+            codec="float32",
+            subspace=arm.subspace,
+        ),
         inner=InnerConfig(beta2=0.99, state="int8" if arm.coded else "float32"),
     )
     layout = model_layout(run)
     stages = [make_stage(run, layout, number, torch.device("cpu")) for number in range(count)]
+    if arm.nesterov is not None:
+        for stage in stages:
+            stage._adamw._inner = stage._adamw._inner._replace(nesterov=arm.nesterov)
     embedding, *others = stages[0].weights()
     stages[0].set_weights([arm.embedding * embedding, *others])
     steps = round(size.steps * arm.times)

@@ -131,6 +131,34 @@ def test_moments_that_share_memory_do_not_overlap(sizes: list[int]) -> None:
         assert torch.equal(each, torch.full((size,), number + 1, dtype=torch.int8))
 
 
+@given(seed=seeds, steps=st.integers(1, 4), beta1=st.sampled_from([0.0, 0.5, 0.9, 0.99]))
+def test_steps_by_nesterovs_momentum_are_those_of_torchs_nadam(seed: int, steps: int, beta1: float) -> None:
+    inner = INNER._replace(beta1=beta1, nesterov=True)
+    for state, allowed in (("float32", 1e-4), ("int8", 0.3)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(adamw, "PIECE", 256)
+            stepping, weights = optimiser(inner._replace(state=state), (3, 200), (7,), seed=seed)
+            plain = [nn.Parameter(weight.detach().double()) for weight in weights]
+            matrices, vectors = plain[:1], plain[1:]
+            # So large a decay lets torch's beta1 be the same in each step.
+            nadam = torch.optim.NAdam(
+                [{"params": matrices, "weight_decay": inner.weight_decay}, {"params": vectors}],
+                lr=1e-2,
+                betas=(beta1, inner.beta2),
+                eps=inner.epsilon,
+                momentum_decay=1e9,
+                decoupled_weight_decay=True,
+            )
+            for step in range(steps):
+                for number, (weight, other) in enumerate(zip(weights, plain, strict=True)):
+                    weight.grad = 1.0 + 0.5 * drawn(seed + 100 * step + number, *weight.shape, spread=0.0)
+                    other.grad = weight.grad.double()
+                stepping.step(1e-2)
+                nadam.step()
+        for weight, other in zip(weights, plain, strict=True):
+            assert float((weight - other).detach().abs().max()) < allowed * 1e-2
+
+
 @given(seed=seeds, steps=st.integers(0, 3))
 def test_a_state_that_is_loaded_goes_on_with_the_same_bits(seed: int, steps: int) -> None:
     shapes = ((5, 77), (9,), (3, 4))

@@ -16,7 +16,7 @@ from gossip.rounds.matching import steps_per_round
 from noloco_node.errors import Exit, UserError
 from noloco_node.machine.memory import GraphBytes, bytes_beside, usable_bytes
 from noloco_node.planning.bandwidth import PROBE_BYTES
-from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
+from noloco_node.planning.model_layout import ModelLayout, build_stage, inner_optimiser, model_layout
 from noloco_node.planning.plan import RunPlan, graphs_that_fit, mean_steps_per_round, memories, plan
 from noloco_node.planning.plan_text import describe, report
 from noloco_node.planning.windows import MESSAGES
@@ -242,6 +242,12 @@ def test_as_few_moments_lie_beside_a_gpu_as_let_a_stage_fit_and_keep_its_graph(
         assert moved == 0 or computing + graph - moved > gpu - 1.0, "no more than that"
     elif moved:
         assert gpu - 1.0 < computing - moved <= gpu
+
+
+@pytest.mark.parametrize("windows", [1, 2])
+def test_gradients_before_the_last_stage_of_two_windows_are_stepped_on_by_nesterovs_momentum(windows: int) -> None:
+    run = run_with(pipeline={"stages": 3, "windows_in_flight": windows})
+    assert [inner_optimiser(run, number).nesterov for number in range(3)] == [windows == 2, windows == 2, False]
 
 
 @pytest.mark.parametrize(

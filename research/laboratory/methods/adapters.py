@@ -14,10 +14,10 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
+from noloco_node.planning.model_layout import ModelLayout, build_stage, inner_optimiser, model_layout
 from noloco_node.run.config import RunConfig
 from pipeline.forward_pass import StageSettings
-from pipeline.inner_step import Inner, StepReport, learning_rate
+from pipeline.inner_step import StepReport, learning_rate
 from pipeline.stage import Stage
 from research.laboratory.experiments.cell import Cell, Corpus, Prose
 from research.laboratory.experiments.task import CPU, Text, losses_of, open_stages, run_of, schedule
@@ -50,10 +50,9 @@ class AlternatingStage(Stage):
 def adapted_stages(cell: Cell, run: RunConfig, plan: ModelLayout) -> list[Stage]:
     """Return a fresh stage, the only one, of new adapters over the frozen model of a cell."""
     assert cell.adapters is not None, "adapters are trained"
-    inner = run.inner
     stage = (AlternatingStage if cell.adapters.trained == "alternating" else Stage)(
         build_stage(run, plan, 0, CPU),
-        Inner(inner.beta1, inner.beta2, inner.epsilon, inner.weight_decay, inner.clip_norm, inner.state),
+        inner_optimiser(run, 0),
         StageSettings(CPU, None),
         first=True,
         last=True,
