@@ -37,6 +37,7 @@ Prose = Literal["prose"]
 """The text that only runs under `Conditions` or with `Adapters` use beside the library's."""
 Sharding = Literal["alike", "fixed", "sampled"]
 Discount = Literal["none", "poly", "threshold"]
+Optimiser = Literal["adamw", "adamw_08", "muon"]
 Line = Literal["1000/1000", "100/100", "100/20", "20/5"]
 """Mbit/s down and up; the last one stalls now and then."""
 
@@ -118,6 +119,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     `conditions`: of the methods `quorum_mean`, `late_mean` and `gossip`; `steps` are then those of the fastest machine.
     `adapters`: what is trained in the place of all weights; `text` is then what they are trained on and judged by.
     `fine_tuning`: what the merged model is trained on at the end; its losses there are among the notes of the result.
+    `optimiser`: by what replicas step inside; all held-out text is then scored at the end. None: by AdamW.
+    "adamw_08": AdamW with 0.8 for beta1 instead of 0.9.
     """
 
     method: Method
@@ -156,6 +159,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     conditions: Conditions | None = None
     adapters: Adapters | None = None
     fine_tuning: FineTuning | None = None
+    optimiser: Optimiser | None = None
 
     @property
     def budget(self) -> int:
@@ -180,7 +184,7 @@ ADDED_LATER = {
         *("common_start", "often_at_end", "last_rounds", "weighed", "slower_lines", "charged", "beside"),
         *("roster_lag_s", "scale", "text", "fragments", "overlap", "mixing", "density", "pushes"),
         *("batch", "sharding", "grace_s", "discount", "compensation", "conditions", "adapters"),
-        "fine_tuning",
+        *("fine_tuning", "optimiser"),
     )
 }
 """Fields that results from before do not know, and their defaults."""

@@ -119,6 +119,7 @@ def run_of(cell: Cell) -> RunConfig:
             steps=cell.steps,
             learning_rate=cell.learning_rate,
             warmup_steps=round(WARMUP_SHARE * cell.steps),
+            beta1=0.8 if cell.optimiser == "adamw_08" else 0.9,
             beta2=0.99,
         ),
         outer=_outer(cell),

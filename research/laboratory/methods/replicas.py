@@ -24,6 +24,7 @@ from research.laboratory.experiments.cell import Cell, Point
 from research.laboratory.experiments.hardware_model import PARAMETERS, step_seconds
 from research.laboratory.experiments.task import SharedText, Text, loss_of, open_stages, run_of, schedule
 from research.laboratory.methods.adapters import adapted_stages
+from research.laboratory.methods.muon import MuonStage
 
 POINTS = 8
 """Points of a curve: with 400 steps one every 50, so that all fall on the same moment of a round of 25 or 50 steps."""
@@ -241,6 +242,8 @@ class Swarm:
 
 
 def _fresh(cell: Cell, run: RunConfig, plan: ModelLayout) -> list[Stage]:
+    if cell.optimiser == "muon":
+        return [MuonStage(run, plan)]
     return open_stages(run, plan) if cell.adapters is None else adapted_stages(cell, run, plan)
 
 

@@ -8,7 +8,7 @@ page at once are right in 95 of 100 such pages.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from statistics import mean, stdev
 
@@ -60,6 +60,14 @@ def student(share: float, free: int) -> float:
     return high
 
 
+def paired(apart: Sequence[float]) -> str:
+    """Return the mean of differences seed by seed, with its 95 % interval; nothing of fewer than two."""
+    if len(apart) < 2:
+        return NOTHING
+    width = stdev(apart) / math.sqrt(len(apart)) * student(SHARE, len(apart) - 1)
+    return f"{mean(apart):+.4f} ± {width:.4f}"
+
+
 def _within(t: float, free: int) -> float:
     angle = math.atan(t / math.sqrt(free))
     odd, cosine = free % 2, math.cos(angle)
@@ -94,11 +102,15 @@ def adapter_tables(data: Measured) -> list[Table]:
         if rows:
             title = f"A base of {TEXTS[place.base]}, adapters of {TEXTS[place.text]}"
             tables.append(Table(title, _before(data, place), HEADER, tuple(rows), data.take_missing()))
-    tuned = [(side, data.tuned(side)) for side in SIDES]
+    return [*tables, tuning_table(data, "side", SIDES.items())]
+
+
+def tuning_table(data: Measured, heading: str, families: Iterable[tuple[str, str]]) -> Table:
+    """Return the losses by which the rate of each family was chosen. `families`: each with its row's name."""
+    tuned = [(said, data.tuned(family)) for family, said in families]
     rates = sorted({rate for _, found in tuned for rate in found})
-    rows = [(SIDES[side], *(_loss(found.get(rate)) for rate in rates)) for side, found in tuned]
-    tables.append(Table("Tuning: loss by learning rate", "", ("side", *(f"{rate:g}" for rate in rates)), tuple(rows)))
-    return tables
+    rows = [(said, *(_loss(found.get(rate)) for rate in rates)) for said, found in tuned]
+    return Table("Tuning: loss by learning rate", "", (heading, *(f"{rate:g}" for rate in rates)), tuple(rows))
 
 
 def _before(data: Measured, place: Place) -> str:

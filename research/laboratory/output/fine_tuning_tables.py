@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from statistics import mean, stdev
 
 from research.laboratory.experiments.cell import Corpus, Result
 from research.laboratory.experiments.fine_tuning_grid import CHOOSING, METHODS, TEXTS, recipe_name
 from research.laboratory.methods.fine_tuning import BEFORE, after
-from research.laboratory.output.adapter_tables import SHARE, student
+from research.laboratory.output.adapter_tables import paired
 from research.laboratory.output.table import NOTHING, Table, shown
 from research.laboratory.running.results import Measured, figure
 
@@ -68,7 +66,4 @@ def _beside(data: Measured, method: str, text: Corpus, measure: Callable[[Result
     others = {result.cell.seed: measure(result, DEFAULT) for result in data.results(recipe_name(DEFAULT, text))}
     said = shown(figure(measure(result, method) for result in own), 4)
     apart = [measure(result, method) - others[result.cell.seed] for result in own if result.cell.seed in others]
-    if method == DEFAULT or len(apart) < 2:
-        return said, NOTHING
-    width = stdev(apart) / math.sqrt(len(apart)) * student(SHARE, len(apart) - 1)
-    return said, f"{mean(apart):+.4f} ± {width:.4f}"
+    return said, NOTHING if method == DEFAULT else paired(apart)

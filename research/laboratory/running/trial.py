@@ -64,7 +64,7 @@ async def _run(cell: Cell, tell: Callable[[float], None]) -> Result:
         await last_rounds(swarm, cell.last_rounds)
         swarm.note_point()
     replicas = swarm.replicas
-    if any(each is not None for each in (cell.conditions, cell.adapters, cell.fine_tuning)):
+    if any(each is not None for each in (cell.conditions, cell.adapters, cell.fine_tuning, cell.optimiser)):
         held_out = losses_of(cell, swarm.stages_of(swarm.model()))
     if cell.adapters is not None:
         swarm.notes["before"] = loss_of_base(cell)
