@@ -106,7 +106,11 @@ class TestCell:
         others |= {"scale": "small", "text": "torch", "fragments": 4, "overlap": 1, "mixing": 0.5}
         others |= {"density": 0.5, "pushes": 2, "batch": 2, "sharding": "fixed"}
         others |= {"grace_s": 5.0, "discount": "poly", "compensation": 3.0, "conditions": Conditions()}
-        others |= {"adapters": Adapters(base_text="prose"), "fine_tuning": FineTuning(text="prose")}
+        others |= {
+            "adapters": Adapters(base_text="prose"),
+            "fine_tuning": FineTuning(text="prose"),
+            "optimiser": "muon",
+        }
         assert set(others) == set(ADDED_LATER)
         changed = [msgspec.structs.replace(cell, **{name: value}) for name, value in others.items()]
         assert len({digest, cell.key, *(one.key for one in changed)}) == 1 + len(others)
