@@ -9,7 +9,7 @@ A second moment far below its block's largest has the code 0. A step takes it fo
 without rounding that bound always holds (`moment_ratio`), and with it no step explodes.
 
 With Nesterov's momentum (`Inner.nesterov`) a step takes the first moment as it would be after the same gradient once
-more: NAdam (Dozat 2016), with the same beta1 in each step and decoupled decay. It needs no memory.
+more: NAdam (Dozat 2016), with the same beta1 in each step and decoupled decay. It needs memory for a piece of a matrix.
 
 A step goes through a matrix in pieces of whole blocks, since a block has one scale. One piece at a time becomes
 float32, is computed and is put back, so the result does not depend on where a piece ends. A weight may be split into
@@ -84,7 +84,7 @@ def _shares(moments: Tensor) -> tuple[Tensor, Tensor]:
 def advance(weight: Tensor, gradient: Tensor, moments: tuple[Codes, Codes], numbers: Tensor) -> tuple[Tensor, ...]:
     """Return the weight after a step, and its moments' scales and codes: of the first, of the second.
 
-    `weight`, `gradient`: float32 [blocks, values]. `numbers`: as `_numbers` has them.
+    `weight`, `gradient`: float32 [blocks, values]. `numbers`: as `step_numbers` has them.
     """
     keep, own, given, unbiased, fresh, beta2, fresh_square, ratio, epsilon = numbers.unbind()
     first = torch.lerp(decode_first(*moments[0]), gradient, fresh)
@@ -193,8 +193,10 @@ class AdamW:
 
     def _reserve(self) -> Tensor:
         """Return memory that a step gives back while it needs some: on a GPU it may be all that is left."""
-        if not (self._coded or self._inner.nesterov) or self._device.type != "cuda":
+        if self._device.type != "cuda":
             return torch.empty(0)
+        if not self._coded:
+            return torch.empty(2 * PIECE if self._inner.nesterov else 0, device=self._device)
         largest = min(_COMPILED_PIECE, max(map(torch.numel, self._coded))) if self._faster else 0
         return torch.empty(max(_ROOM, int(_COMPILED_ROOM * largest)), device=self._device)
 
@@ -202,7 +204,7 @@ class AdamW:
     def step(self, learning_rate: float) -> None:
         """Step on the gradients that the weights have; a weight without one stays as it is."""
         self.steps += 1
-        numbers = _numbers(self._inner, learning_rate, self.steps).to(self._device)
+        numbers = step_numbers(self._inner, learning_rate, self.steps).to(self._device)
         with self.room():
             if self._plain is not None:
                 for group in self._plain.param_groups:
@@ -285,7 +287,7 @@ class AdamW:
             state["step"].fill_(float(steps))
 
 
-def _numbers(inner: Inner, learning_rate: float, steps: int) -> Tensor:
+def step_numbers(inner: Inner, learning_rate: float, steps: int) -> Tensor:
     """Return what a step multiplies by, in float32; the first four follow from how many steps were taken."""
     own, given = (learning_rate * share for share in _momentum(inner, steps))
     keep, unbiased = 1.0 - learning_rate * inner.weight_decay, 1.0 / math.sqrt(1.0 - inner.beta2**steps)

@@ -43,12 +43,12 @@ from noloco_node.planning.plan import memories
 from noloco_node.run.config import DataConfig, InnerConfig, ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.runfile import load_run
 from pipeline.activation_codec import encode
-from pipeline.adamw import Move, compiled, encode_first, encode_second, move
+from pipeline.adamw import Move, compiled, encode_first, encode_second, move, step_numbers
 from pipeline.admission_window import AdmissionWindow
 from pipeline.forward_pass import PendingForward
 from pipeline.hardware.moments_beside import Codes
 from pipeline.hardware.split_weights import split
-from pipeline.inner_step import BLOCK
+from pipeline.inner_step import BLOCK, Inner
 from pipeline.messages import ACTIVATION_CODECS, Gradient, Microbatch
 from pipeline.stage import Stage
 from pipeline.worker import Worker
@@ -286,7 +286,7 @@ def same_bits(_: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             on_cpu, on_device = encode(code, values, seed), encode(code, values.to(device), seed)
             found[f"{name} {way}"] = _apart(on_cpu, on_device)
     moments = encode_first(0.01 * gradient.view(-1, BLOCK)), encode_second((0.01 * gradient.view(-1, BLOCK)).square())
-    numbers = torch.tensor([1 - 1e-5, 1e-3, 1.1, 0.1, 0.99, 0.01, 1e3, 1e-8])
+    numbers = step_numbers(Inner(0.9, 0.99, 1e-8, 0.01, 1.0, "int8", nesterov=True), 1e-3, 10)
     for name, halves in (("step", False), ("split step", True)):
         given = [*(split(values.view(-1, BLOCK)) if halves else [values.view(-1, BLOCK)]), *moments[0], *moments[1]]
 

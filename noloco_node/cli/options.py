@@ -41,11 +41,11 @@ def invite_text(given: str | None) -> str | None:
     """
     if given is None:
         return None
-    typed, path = given == "-", os.path.expanduser(given)
+    typed, path = given == "-", os.path.expanduser(given.strip())
     if not typed and not os.path.isfile(path):  # unlike Path.is_file, this takes a text of any length
         if given in sys.argv and "#" in given and not given.endswith("#open"):
             warn(TYPED_SECRET)
-        if given.strip() and not given.lstrip().startswith("noloco") and not os.path.isdir(path.strip()):
+        if given.strip() and not given.lstrip().startswith("noloco") and not os.path.isdir(path):
             raise config_error(
                 f"There is no invite {given[:80]!r}.",
                 "it is no file and no home of a node, and an invite begins with 'noloco'",

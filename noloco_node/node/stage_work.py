@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from random import Random
@@ -112,13 +113,17 @@ class StageWork:
 
         `seems_over`: no work comes any more. Then a sample, whose reading may not be due for minutes, is read at once.
         """
+        read_s = -math.inf
         while not over():
             with suppress(TimeoutError):
                 async with asyncio.timeout(LEAST_PAUSE_S if self._membership.roster.is_sample else ALONE_S):
                     await self._membership.changed()
             roster = self._membership.roster
             # By its age: another stage, which is no sample, may change every few seconds.
-            if roster.is_sample and seems_over() and loop_s() - roster.stage_read_at(0) >= LEAST_PAUSE_S:
+            # And by ours: a stage that cannot be read stays old.
+            age_s = loop_s() - max(read_s, roster.stage_read_at(0))
+            if roster.is_sample and seems_over() and age_s >= LEAST_PAUSE_S:
+                read_s = loop_s()
                 await self._membership.peek()
 
     async def _make_source(self, replica: Replica) -> MicrobatchSource:

@@ -237,12 +237,12 @@ class Membership:
     async def withdraw(self) -> None:
         """Publish that we leave; our samples as a source stay. A lost network is not raised.
 
-        Where we are one of a sample, a record that says that we have finished stays instead.
+        Where a stage is a sample, a record that says that we have finished stays instead.
         """
         last, self._own = self._own, None
         if last is not None:
             self._progress.note_own(last, loop_s())
-            stays = last.state is PeerState.FINISHED and self._sizes[last.stage] is not None
+            stays = last.state is PeerState.FINISHED and self._roster.is_sample
             await self._publish(last if stays else msgspec.structs.replace(last, state=PeerState.LEAVING))
 
     async def peek(self, stages: Collection[int] | None = None) -> Roster:
@@ -422,10 +422,10 @@ class Membership:
         self._serial = max(self._serial + 1, int(1000 * unix_s))
         named = msgspec.structs.replace(record, name=self._name, given=self._given())
         depth, lifetime_s = self._depths[record.stage], self._lifetime_s
-        is_sampled = self._sizes[record.stage] is not None
+        # All who read us see that we have finished, for by that they end; where any stage is a sample, by this alone.
+        ends = record.state is PeerState.FINISHED and self._roster.is_sample
+        is_sampled = self._sizes[record.stage] is not None or ends
         if is_sampled:
-            # All who read us see that we have finished, for by that they end.
-            ends = record.state is PeerState.FINISHED
             # A whole number takes one byte instead of nine.
             lifetime_s = math.ceil(max(lifetime_s, LONGEST_LIFETIME_S if ends else SAMPLE_RENEWALS * RENEWED_S))
             named = brief(named) if is_brief(self.me) else named
@@ -453,7 +453,7 @@ class Membership:
         # Within a tenth: the next chance is a refresh later.
         # The first record under new keys is soon followed by another: who changes with us may have read before it.
         is_known = is_listed and is_sampled and keys == self._published_at
-        self._published_at = keys
+        self._published_at = keys if is_listed else []
         self._publish_s = loop_s() + (0.9 * RENEWED_S if is_known else 0.0)
 
     def _is_due(self, last_s: float) -> bool:

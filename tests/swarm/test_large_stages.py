@@ -42,7 +42,15 @@ from noloco_node.swarm.membership import (
 from noloco_node.swarm.receipts import IssuedReceipts, ReceiptLedger, RunProgress
 from noloco_node.swarm.roster import NUMBER_BITS, Given, PeerRecord, Roster, brief
 from noloco_node.swarm.run_distribution import RunFileText
-from noloco_node.swarm.run_samples import ALONE_S, MOST_PACE, NEARLY_OVER, RunSamples, SampledWork, believed_samples
+from noloco_node.swarm.run_samples import (
+    ALONE_S,
+    MOST_PACE,
+    NEARLY_OVER,
+    RunSamples,
+    SampledWork,
+    believed_samples,
+    run_over,
+)
 from noloco_node.swarm.shards import (
     CALM_PAUSE_S,
     DEEPEST,
@@ -185,6 +193,38 @@ async def test_names_that_say_a_great_depth_displace_nobody() -> None:
     newcomer, _ = crowd.members["p19"]
     assert {each.peer for each in newcomer.roster.stage(0)} >= crowd.members.keys()
     for _, task in crowd.members.values():
+        task.cancel()
+
+
+async def test_sources_that_all_know_each_other_tell_a_large_later_stage_that_they_have_finished() -> None:
+    """They leave seconds later, while each replica of the other stage reads them every half a minute or less often."""
+    hub, loop = SimNetwork(WEATHER, seed=3), asyncio.get_running_loop()
+    tasks, members, seen = dict[str, asyncio.Task[Any]](), dict[str, Membership](), set[str]()
+
+    async def begin(name: str, stage: int) -> None:
+        members[name] = membership = Membership(hub.network(name), "run", 2, unix_time=lambda: 1e9 + loop.time())
+        await membership.claim(record(name, stage, samples=1000 * (stage == 0)))
+        membership.focus((stage, 1))
+        tasks[name] = asyncio.create_task(membership.run())
+
+    async def watch(name: str) -> None:
+        while not run_over(members[name].roster.sources, members[name].roster.sources_finished):
+            await members[name].changed()
+        seen.add(name)
+
+    names = [f"r{number}" for number in range(150)]
+    await asyncio.gather(*(begin(f"s{number}", 0) for number in range(12)), *(begin(name, 1) for name in names))
+    await asyncio.sleep(120.0)
+    assert members["s0"].roster.is_sample
+    watching = [asyncio.create_task(watch(name)) for name in names]
+    for name in (f"s{number}" for number in range(12)):
+        members[name].update(record(name, 0, samples=1000, state=PeerState.FINISHED))
+        await asyncio.sleep(3.0)
+        tasks[name].cancel()
+        await members[name].withdraw()
+    await asyncio.sleep(120.0)
+    assert seen == set(names)
+    for task in (*watching, *tasks.values()):
         task.cancel()
 
 
