@@ -60,10 +60,12 @@ from noloco_node.swarm.shards import (
     MOST_IN_SHARD,
     PAUSE_GROWTH,
     RENEWED_S,
+    Shard,
     StageSize,
+    followed,
     written,
 )
-from noloco_node.swarm.stage_records import Published, decode_record, encode_record, newest
+from noloco_node.swarm.stage_records import Published, StageRecords, decode_record, encode_record, newest
 from noloco_node.tasks import loop_s
 
 WEATHER = NetworkConditions(latency=Latency(mean_s=0.05))
@@ -180,6 +182,27 @@ async def test_of_a_stage_that_begins_large_each_keeps_a_sample_from_its_first_r
         assert abs(roster.size(0).peers - 200) <= 5.0 * roster.size(0).error * 200
     for _, task in crowd.members.values():
         task.cancel()
+
+
+@given(st.lists(st.integers(0, 3), min_size=20, max_size=80), st.integers(1, 3))
+def test_what_a_reading_of_these_shards_and_their_parents_would_show_is_not_forgotten(
+    depths: list[int], depth: int
+) -> None:
+    said = {f"p{number}": each for number, each in enumerate(depths)}
+    raws = {peer: encode_record(Published(1, record(peer), 1e9, 300.0, each)) for peer, each in said.items()}
+    records = StageRecords("me", 1, 300.0, 10.0)
+    records.take({0: raws}, {0: [Shard(0, 0)]}, 0.0, 1e9, {0: ()}, {0: 10.0})
+    before = set(records.believed[0])
+    shards = followed("me", 0, depth, 0.0)
+    left = records.narrow(0, shards, 1)
+    keys = {each.key("stage") for shard in shards for each in (shard, shard.parent)}
+    shown = {
+        peer
+        for peer, each in said.items()
+        if peer in before and keys & {shard.key("stage") for shard in written(peer, each)}
+    }
+    assert shown <= records.believed[0].keys()
+    assert left in (0, len(records.believed[0]))
 
 
 async def test_names_that_say_a_great_depth_displace_nobody() -> None:
