@@ -22,7 +22,7 @@ says. `ARMeN` begins with an embedding N times as large: the fixed features of a
 so is this, to compare with. `ARMxN` trains N times as long: how long does it take to the same loss? `ARMrN` has N times
 the learning rate. `ARMw2` has two windows in flight (`pipeline.windows_in_flight`): every stage but the last computes a
 window's activations before it takes the step of the window before, so its gradients are one step stale, and it steps by
-Nesterov's momentum. `ARMn0`: no stage steps by it; `ARMn1`: all do. `ARMs8` keeps AdamW's moments as 8-bit codes
+Nesterov's momentum. `ARMn0`: no stage steps by it; `ARMn1`: all do. `ARMmN` has N for beta1. `ARMs8` keeps AdamW's moments as 8-bit codes
 (`inner.state`). `ARMgN` cuts a batch into N microbatches, and adds the gradients of matrices up in bfloat16, as a stage
 with split weights does.
 """
@@ -93,6 +93,7 @@ class Arm(NamedTuple):
     windows: Literal[1, 2] = 1
     nesterov: bool | None = None
     """Whether all stages step by Nesterov's momentum; None: as in production."""
+    beta1: float = 0.9
     coded: bool = False
     summed: int = 1
     """Microbatches of a batch, whose gradients add up in bfloat16 where there are several."""
@@ -100,7 +101,7 @@ class Arm(NamedTuple):
 
 def arm_of(name: str, width: int) -> Arm:
     """Return a codec of the run file, or a recipe; in a subspace, or for longer."""
-    if changed := re.fullmatch(r"(.+)([xerwsgn])([\d.]+)", name):
+    if changed := re.fullmatch(r"(.+)([xerwsgnm])([\d.]+)", name):
         arm, factor = arm_of(changed[1], width), float(changed[3])
         match changed[2]:
             case "x":
@@ -113,6 +114,8 @@ def arm_of(name: str, width: int) -> Arm:
                 return arm._replace(summed=int(factor))
             case "n":
                 return arm._replace(nesterov=factor > 0.0)
+            case "m":
+                return arm._replace(beta1=factor)
         if changed[2] == "s" and factor == 8:
             return arm._replace(coded=True)
         if changed[2] == "s" or factor not in (1, 2):
@@ -225,7 +228,7 @@ def train(size: Size, text: Text, seed: int, arm: Arm, count: int) -> tuple[floa
             codec="float32",
             subspace=arm.subspace,
         ),
-        inner=InnerConfig(beta2=0.99, state="int8" if arm.coded else "float32"),
+        inner=InnerConfig(beta1=arm.beta1, beta2=0.99, state="int8" if arm.coded else "float32"),
     )
     layout = model_layout(run)
     stages = [make_stage(run, layout, number, torch.device("cpu")) for number in range(count)]
