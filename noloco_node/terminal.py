@@ -80,14 +80,14 @@ class _Handler(logging.Handler):
     """Writes the log lines of libraries like our own, each once: some libraries print their lines themselves too."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if _printed_by_its_library(record):
+        if _taken_over(record):
             return
         known = [level for level in LogLevel if level.number <= record.levelno]
         _LOG.print(known[-1] if known else LogLevel.DEBUG, record.getMessage(), record.name)
 
 
-def _printed_by_its_library(record: logging.LogRecord) -> bool:
-    """Say whether a library has printed its line itself; its next lines are left to us."""
+def _taken_over(record: logging.LogRecord) -> bool:
+    """Remove the handlers by which a library prints its lines itself; return whether one has printed this line."""
     logger, printed = logging.getLogger(record.name), False
     screens = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     while logger.parent is not None:

@@ -119,8 +119,7 @@ class StageWork:
                 async with asyncio.timeout(LEAST_PAUSE_S if self._membership.roster.is_sample else ALONE_S):
                     await self._membership.changed()
             roster = self._membership.roster
-            # By its age: another stage, which is no sample, may change every few seconds.
-            # And by ours: a stage that cannot be read stays old.
+            # Another stage, which is no sample, may change every few seconds; and one that cannot be read stays old.
             age_s = loop_s() - max(read_s, roster.stage_read_at(0))
             if roster.is_sample and seems_over() and age_s >= LEAST_PAUSE_S:
                 read_s = loop_s()

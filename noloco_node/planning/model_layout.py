@@ -260,15 +260,14 @@ def with_optimiser(run: RunConfig, part: Slice, number: int, settings: StageSett
 def inner_optimiser(run: RunConfig, number: int) -> Inner:
     """Return the constants of the inner optimiser of stage `number`.
 
-    With two windows in flight all gradients before the last stage are one step stale. Nesterov's momentum gives back a
-    part of what that costs (research/results.md, "Two windows"); on fresh gradients long runs gain nothing by it.
+    With two windows in flight all gradients before the last stage are one step stale. These stages step by Nesterov's
+    momentum and gain by it; on fresh gradients short runs gain alone (research/results.md, "Two windows").
     """
     from pipeline.inner_step import Inner
 
     inner, pipeline = run.inner, run.pipeline
     stale = pipeline.windows_in_flight == 2 and not pipeline.is_last(number)
-    constants = Inner(inner.beta1, inner.beta2, inner.epsilon, inner.weight_decay, inner.clip_norm, inner.state)
-    return constants._replace(nesterov=stale)
+    return Inner(inner.beta1, inner.beta2, inner.epsilon, inner.weight_decay, inner.clip_norm, inner.state, stale)
 
 
 def hub_directory(model: ModelConfig) -> Path | None:

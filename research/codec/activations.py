@@ -22,9 +22,9 @@ says. `ARMeN` begins with an embedding N times as large: the fixed features of a
 so is this, to compare with. `ARMxN` trains N times as long: how long does it take to the same loss? `ARMrN` has N times
 the learning rate. `ARMw2` has two windows in flight (`pipeline.windows_in_flight`): every stage but the last computes a
 window's activations before it takes the step of the window before, so its gradients are one step stale, and it steps by
-Nesterov's momentum. `ARMn0`: no stage steps by it; `ARMn1`: all do. `ARMmN` has N for beta1. `ARMs8` keeps AdamW's moments as 8-bit codes
-(`inner.state`). `ARMgN` cuts a batch into N microbatches, and adds the gradients of matrices up in bfloat16, as a stage
-with split weights does.
+Nesterov's momentum. `ARMn0`: no stage steps by it; `ARMn1`: all do. `ARMmN` has N for beta1. `ARMs8` keeps AdamW's
+moments as 8-bit codes (`inner.state`). `ARMgN` cuts a batch into N microbatches, and adds the gradients of matrices up
+in bfloat16, as a stage with split weights does.
 """
 
 from __future__ import annotations
