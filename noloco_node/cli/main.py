@@ -176,7 +176,8 @@ def main() -> None:
         trouble = _trouble_of(error)
         if trouble is None:
             raise
-        if trouble.code is Exit.STORAGE:  # or what is left of the output would be refused once more
+        if trouble.code is Exit.STORAGE and trouble not in causes(error):
+            # What is left of the output would be refused once more.
             drop_output()
         complain(f"{COMPLAINT}{trouble}")
         sys.exit(trouble.code)

@@ -96,6 +96,8 @@ REFUSED: list[tuple[list[str], Exit]] = [
     (["simulate", "broken.toml"], Exit.CONFIG),
     (["journal", "export", "nowhere", "--out", "new.csv"], Exit.CONFIG),
     (["journal", "export", "nothing.txt", "--out", "new.csv"], Exit.CONFIG),
+    (["bootstrap", "--run", "home/run.toml", "--home", "damaged"], Exit.STORAGE),
+    (["me", "--home", "damaged"], Exit.STORAGE),
 ]
 RUN_ALL = """
 import json, sys
@@ -132,6 +134,7 @@ def test_wrong_input_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "run.toml").write_text(run_text("tiny"))
     (tmp_path / "odd" / "journal.jsonl").mkdir(parents=True)
+    (tmp_path / "damaged" / "identity.key").mkdir(parents=True)
     (tmp_path / "full" / "a").touch()
     (tmp_path / "nothing.txt").touch()
     (tmp_path / "broken.toml").write_text("name = [")
