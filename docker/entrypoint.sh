@@ -46,7 +46,10 @@ bootstrap)
   if [ -d /run-dir ]; then
     run=/run-dir/run.toml
     [ -r "$run" ] || refuse "RUN_DIR in docker/.env names a directory without a run.toml that user $(id -u) can read."
-  elif [ -f /run.toml ]; then run=/run.toml; elif [ ! -s "$run" ]; then noloco-node init "$run" --preset "${PRESET:-tiny}"; fi
+  elif [ -f /run.toml ]; then run=/run.toml
+  elif [ ! -s "$run" ]; then
+    noloco-node init "$run" --preset "${PRESET:-tiny}" & wait $!  # a signal ends waiting, and no program before this shell
+  fi
   rm -f "$shared_invite"
   # Its standard output is the invite and nothing else. The log says it too.
   exec noloco-node bootstrap --run "$run" --home "$home" --listen /ip4/0.0.0.0/tcp/4001 "$@" > "$shared_invite"
