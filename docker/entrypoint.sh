@@ -26,8 +26,11 @@ await_invite() {
   until invite=$(head -n 1 "$invite_file" 2> /dev/null) && [ -n "$invite" ]; do
     [ -n "$told" ] || echo "waiting for the invite in $invite_file" >&2
     told=1
-    head -n 1 "$invite_file" > /dev/null 2>&1 || [ ! -e "$invite_file" ] \
-      || refuse "$invite_file cannot be read by user $(id -u)."
+    # By the words of one attempt: between two looks the file may come and go.
+    why=$(head -n 1 "$invite_file" 2>&1 > /dev/null) || case $why in
+      *"No such file"*) ;;
+      *) refuse "user $(id -u) cannot read the invite: ${why#head: }" ;;
+    esac
     sleep 1
   done
 }
