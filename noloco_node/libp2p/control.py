@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Self, TypeVar, cast
 
 from multiaddr import Multiaddr
 
+from noloco_node.admission.ticket import Right
 from noloco_node.libp2p.addresses import KnownPeers, PeerAddress, place_text, plain_cause, unreachable
 from noloco_node.libp2p.daemon import Daemon, start_daemon
 from noloco_node.libp2p.hivemind_compat import DaemonClient, HivemindParts, daemon_trouble, disconnect
@@ -296,6 +297,14 @@ class PeerContext(NamedTuple):
     switchboard: Switchboard
     known_peers: KnownPeers
 
+    def is_of_run(self, peer: str) -> bool:
+        """Say whether to meet a peer again: in a run with an owner a member, or a peer that we are told to join by.
+
+        Others may be strangers, and a peer whom we greet becomes a neighbour in the DHT, which is given records to keep.
+        """
+        admission, told = self.settings.admission, self.settings.bootstrap
+        return admission is None or Right.TRAIN in admission.rights(peer) or any(each.endswith(peer) for each in told)
+
     def start(
         self, arguments: Sequence[str], processors: int = 0
     ) -> AbstractAsyncContextManager[tuple[Control, DaemonClient]]:
@@ -401,7 +410,7 @@ class StreamDialer:
         topic = str(arrival.proto).removeprefix(self._secret.prefix)
         if not hmac.compare_digest(preamble.proof, self._secret.proof(peer, self._me, topic)):
             raise ConnectionRefusedError(f"{peer} does not know the run")
-        if origin:
+        if origin and self._context.is_of_run(peer):
             self._context.known_peers.note([PeerAddress(origin, peer)])
         self._context.switchboard.answer(transport, peer, topic, origin)
 
