@@ -135,8 +135,7 @@ class RunAccess:
         return [each for each in found if each is not None]
 
     def _of_invite(self, me: str) -> bytes | None:
-        identity = None if self._home is None else HomePaths(self._home).identity
-        own_key = None if identity is None or not identity.exists() else read_key(identity)
+        own_key = None if self._home is None else read_key(HomePaths(self._home).identity)
         credential = self.invite.credential or InviteCredential()
         try:
             return credential.ticket(self.invite.digest, me, self._rights, self._unix_time(), own_key)
