@@ -300,7 +300,7 @@ class PeerContext(NamedTuple):
     def is_of_run(self, peer: str) -> bool:
         """Say whether to meet a peer again: in a run with an owner a member, or a peer that we are told to join by.
 
-        Others may be strangers, and a peer whom we greet becomes a neighbour in the DHT, which is given records to keep.
+        Others may be strangers, and a peer that we greet is a neighbour in the DHT, which is given records to keep.
         """
         admission, told = self.settings.admission, self.settings.bootstrap
         return admission is None or Right.TRAIN in admission.rights(peer) or any(each.endswith(peer) for each in told)

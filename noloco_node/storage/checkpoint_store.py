@@ -167,7 +167,7 @@ class CheckpointWriter:
         return is_free and checkpoint_due(loop_s(), (stage, round), self._last, self._every_s)
 
     def holds(self, stage: int, round: int) -> bool:
-        """Say whether the disk has a checkpoint of a stage with `round` rounds finished; before the first it needs none."""
+        """Say whether the disk has a checkpoint of a stage with `round` rounds finished; of none it needs none."""
         return self._trouble is None and (not round or self._last.place == (stage, round))
 
     def begin(self, checkpoint: Checkpoint) -> None:
