@@ -127,7 +127,7 @@ class Control:
             control = cls(parts, daemon)
             try:
                 client = await control.bounded(parts.connect(daemon.control_path), start_s)
-            except ConnectionError as error:
+            except (OSError, EOFError) as error:  # it may die at any word
                 raise daemon_trouble(str(error)) from None
             try:
                 yield control, client
@@ -195,7 +195,7 @@ class Control:
         """
         causes = await self.connect_all(doors, wait_s)
         failed = {str(address): cause for address, cause in causes.items() if cause is not None}
-        if failed and len(failed) == len(doors):
+        if failed and len(failed) == len(causes):
             raise unreachable(failed)
         for place, cause in failed.items():
             logger.log(level, "Of the ways into the swarm %s cannot be reached: %s", place, cause)

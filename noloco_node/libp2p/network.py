@@ -439,7 +439,7 @@ class JoinedDaemon:
                 if not alone:
                     raise
             is_answered = await self.records.join(self._parts, self._client, reached, self._timeouts.start_s)
-        except ConnectionError as error:
+        except OSError as error:  # of our sockets' directory, too
             raise daemon_trouble(str(error)) from None
         if doors and not is_answered and not alone:
             raise UserError(
