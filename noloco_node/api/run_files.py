@@ -24,6 +24,7 @@ from noloco_node.run.presets import check_free, check_named, write_text
 from noloco_node.run.runfile import decode_run
 from noloco_node.run.validation import WEIGHT_FILE
 from noloco_node.storage import atomic_file
+from noloco_node.storage.home import typed
 from noloco_node.storage.weight_store import described
 
 _HINT = "another path, or overwrite=True"
@@ -56,7 +57,7 @@ def init(
     (docs/reference.md). Raises `noloco_node.errors.UserError` that names the field at fault.
     """
     steps, every = _whole("steps", steps), _whole("every", every)
-    path = Path(path).expanduser()
+    path = typed(path)
     check_named(path)
     weights = path.with_suffix(".safetensors")
     if isinstance(model, nn.ModuleList):  # it computes nothing by itself

@@ -169,7 +169,8 @@ class RowDocuments:
         if self._first_pass:  # a chunk that had to be read again is counted once
             for each in bad:
                 self.unread.note(*each)
-        if not self._texts_seen and self.rows_seen >= CHUNK_ROWS:
+        # A pass over files ends, and says the same then; over a data set of the hub it may take weeks.
+        if self._data.source == "hub" and not self._texts_seen and self.rows_seen >= CHUNK_ROWS:
             raise self._no_text()
         return chunk or _Chunk(texts, names, None)
 
@@ -279,7 +280,16 @@ def load_rows(data: DataConfig) -> Any:
 
 
 def check_source(source: str) -> None:
-    """Raise `UserError` if the source that a person named is not understood, or has no file here; ask no hub."""
-    data = DataConfig().with_source(source)
-    if data.path is not None and data.source != "hub":
-        find_files(data.path, SUFFIXES.get(data.source, ("",)))
+    """Raise `UserError` if the source that a person named is not understood, or has no file here; ask no hub.
+
+    Several sources for a mixture are joined by +, which a single one may have in its path.
+    """
+    try:
+        data = DataConfig().with_source(source)
+        if data.path is not None and data.source != "hub":
+            find_files(data.path, SUFFIXES.get(data.source, ("",)))
+    except UserError:
+        if "+" not in source:
+            raise
+        for each in source.split("+"):
+            check_source(each)

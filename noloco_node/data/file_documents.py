@@ -52,7 +52,8 @@ class UnreadText:
         """Count the text at `where`. `kind`: the rest of the sentence, the same for all counted together."""
         before = self.counts.get(kind, 0)
         self.counts[kind] = before + count
-        self._first.setdefault(kind, where)
+        # The name of a file may be no text, which no journal could hold.
+        self._first.setdefault(kind, where.encode(errors="backslashreplace").decode())
         if before == 0 or len(str(before)) < len(str(before + count)):
             self._say(kind)
 

@@ -95,6 +95,13 @@ def test_it_loads_without_torch_or_transformers() -> None:
         (MODEL + WEIGHTS + FROZEN + "[adapter]\nrank = 4\nbase = 'int8'\n", "adapter.base = 'int8'", "init --lora"),
         (MODEL + WEIGHTS + FROZEN.replace("abab", "ABAB"), "model.frozen_files.0.digest", "init --from"),
         ("[model]\narchitecture = 'llama'\nsizes = {hidden_size = 1e9}\n", "model.sizes.hidden_size", "65,536"),
+        ("[model]\narchitecture = 'gpt_neo'\nsizes = {num_layers = 9999}\n", "model.sizes.num_layers", "1,024"),
+        ("[model]\narchitecture = 'mpt'\nsizes = {n_layers = 9999}\n", "model.sizes.n_layers", "1,024"),
+        (
+            "[model]\narchitecture = 'gpt_neo'\nsizes = {attention_types = [[['local'], 2000000000]]}\n",
+            "model.sizes.attention_types.0.1",
+            "1,024",
+        ),
         ("[model]\narchitecture = 'llama'\nsizes = {a = 2020-01-01}\n", "model.sizes.a", "number"),
         ("[model]\narchitecture = 'llama'\nsizes = {a = [[[[[1]]]]]}\n", "model.sizes.a.0.0.0.0", ""),
         (MODEL + "[pipeline]\nstages = 5\n", "pipeline.stages = 5", "4"),
