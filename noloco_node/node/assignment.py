@@ -233,15 +233,18 @@ class Assignment:
 
     async def _run(self, leave: asyncio.Event) -> AssignmentEnd:
         context, services = self._context, self._services
-        async with aclosing(self.replica), background(services.writer.run()), background(self._keep_snapshots()):
+        keeping = supervised("the keeping of snapshots", self._keep_snapshots, context.warn)
+        async with aclosing(self.replica), background(services.writer.run()), background(keeping):
             async with background(supervised("the report of progress", self._progress.run, context.warn)):
                 try:
                     ending = await self.train(leave)
                     self._progress.record_totals()
                     self._progress.record_receipts()
                     self._tell(ending)
-                except ExceptionGroup:
-                    await self._save()
+                except (ExceptionGroup, asyncio.CancelledError) as end:
+                    # Cancelled by a failure beside us, and not by somebody who wants us to end at once.
+                    if isinstance(end, ExceptionGroup) or context.membership.failed:
+                        await self._save()
                     raise
                 finally:
                     # Samples that came back after our last record count as well.
