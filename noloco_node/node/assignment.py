@@ -404,7 +404,7 @@ class Assignment:
         replica, rounds = self.replica, self.replica.rounds
         if self._evaluator is not None and not replica.starting_weights.doubtful:
             await self._evaluator.in_pause(*self._place())
-        due = not replica.starting_weights.doubtful and self._services.writer.due(rounds.finished)
+        due = not replica.starting_weights.doubtful and self._services.writer.due(replica.stage, rounds.finished)
         if due and rounds.settled:
             self._services.writer.begin(await self._checkpoint())
 
@@ -419,7 +419,7 @@ class Assignment:
         whole checkpoint of the same round.
         """
         replica, writer = self.replica, self._services.writer
-        kept = replica.device_lost.done() and writer.holds(replica.rounds.finished)
+        kept = replica.device_lost.done() and writer.holds(replica.stage, replica.rounds.finished)
         return kept or replica.starting_weights.doubtful or await writer.finish(await self._checkpoint())
 
     async def _checkpoint(self) -> Checkpoint:

@@ -35,7 +35,7 @@ def test_a_node_whose_device_fails_saves_its_slow_weights_and_leaves(stage: int,
         peer = Peer(hub, what, "peer-a", stage, device=device)
         other = Peer(hub, what, "peer-b", 1 - stage, job_s=0.001)
         # Nothing is saved before: there is no whole checkpoint with the same slow weights.
-        peer.node._services.writer.due = lambda round: False  # type: ignore[method-assign]
+        peer.node._services.writer.due = lambda *_: False  # type: ignore[method-assign]
         await until(lambda: len(peer.of(events.InnerStep)) >= 7, LAST_RESORT_S)
         dead = peer.stages[-1]
         for name in {where, "current_weights", "optimiser_state", "discard"}:
