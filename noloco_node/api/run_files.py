@@ -212,6 +212,12 @@ def _foreign(model: nn.Module | Sequence[nn.Module], parameters: Mapping[str, nn
 
 def _write_weights(path: Path, parameters: Mapping[str, nn.Parameter]) -> None:
     values = {name: each.detach().to("cpu", torch.float32).contiguous() for name, each in parameters.items()}
+    if wrong := next((name for name, each in values.items() if not each.isfinite().all()), None):
+        raise config_error(
+            f"The parameter {wrong} holds what is no finite number.",
+            "the run begins with these weights, and nothing could be learnt from them",
+            "make the module anew, or load a checkpoint of before it diverged",
+        )
     what = f"The weights cannot be written to {path}."
     with os_errors_as(storage_error, what, "free some space, or a directory that exists and is yours"):
         atomic_file.write_tensors(path, [atomic_file.array(name, each) for name, each in values.items()], "")

@@ -252,7 +252,7 @@ class _Participant:
             kept = KeptInvite(self.home.invite, self.access.invite, await network.addresses(), say)
             say(f"an invite of our own, kept in {self.home.invite}: {invites.without_secret(kept.keep())}")
             beside = (
-                self.access.renew(say),
+                supervised("renewing our ticket", partial(self.access.renew, say), warn),
                 supervised("noting how far the run is", partial(history.follow, node.membership), warn),
                 supervised("keeping the invite", partial(kept.follow, node.membership), warn),
                 self.views.follow(node.membership, network, recipe),

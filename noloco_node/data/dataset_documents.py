@@ -29,7 +29,6 @@ END_BYTES = 4096  # of a file's beginning and end, by which it is known again
 CHUNK_ROWS = 8192
 CHUNK_CHARACTERS = 8 * 1024 * 1024
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)  # before the tries after the first; then the source is given up
-OPENING_PAUSES = 3  # so many of them when a source is opened: the person who starts a node waits for it
 SUFFIXES = {
     "json": tuple(
         f".{kind}{packed}" for kind in ("jsonl", "json", "ndjson") for packed in ("", ".gz", ".bz2", ".zst", ".xz")
@@ -61,7 +60,8 @@ class RowDocuments:
         self._rows_left: Iterator[Any] | None = None
         self._shard: Any = None
         self.retries = 0
-        self._stream: Any = self._persist(lambda: _narrow(load(), data.row_fields), PAUSES_S[:OPENING_PAUSES])
+        # Once: the hub's library itself tries for half a minute, and the person who starts a node waits for it.
+        self._stream: Any = self._persist(lambda: _narrow(load(), data.row_fields), ())
         self._shards: int = self._stream.num_shards
         self._epoch = self._turn = self._number = self._index = self._in_epoch = 0
         self._state: Any = None
@@ -200,14 +200,15 @@ class RowDocuments:
 
     def _persist(self, attempt: Callable[[], T], pauses_s: Sequence[float] | None = None) -> T:
         from datasets.exceptions import DatasetsError
-        from datasets.utils.file_utils import CONNECTION_ERRORS_TO_RETRY
 
         for pause_s in (*(PAUSES_S if pauses_s is None else pauses_s), None):
             try:
                 return attempt()
+            except UserError:
+                raise
             except (FileNotFoundError, PermissionError, DatasetsError, *_WRONG_DATA) as e:
                 raise self._unreadable(e, "check [data] in the run file against the data set") from e
-            except (OSError, *CONNECTION_ERRORS_TO_RETRY) as e:
+            except Exception as e:  # the libraries behind a stream raise errors of several others
                 self._let_go()
                 self.retries += 1
                 if pause_s is None:

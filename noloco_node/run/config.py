@@ -24,6 +24,7 @@ from noloco_node.units import Fraction, format_bytes
 from pipeline.admission_window import MOST_IN_FLIGHT
 
 MOST_SLOWDOWN = 1000.0
+MOST_MICROBATCHES = 4096  # of a window
 TRAVELLING = "files"  # the tokenizer of a run whose files travel through the swarm
 TOKENIZER_FILES = (
     "added_tokens.json",
@@ -103,7 +104,7 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Planned replicas of a stage; with `inner.steps` it fixes the token budget of the run. More or fewer may come."""
     sequence_length: Annotated[int, Meta(ge=1, le=2**20)] = 1024
     microbatch_size: Annotated[int, Meta(ge=1, le=4096)] = 8
-    microbatches_per_step: Annotated[int, Meta(ge=1, le=4096)] = 8
+    microbatches_per_step: Annotated[int, Meta(ge=1, le=MOST_MICROBATCHES)] = 8
     windows_in_flight: Literal[1, 2] = 1
     """2: forward passes of the next window begin before the step, and their gradients are one step stale. For deep
     pipelines and long lines; not at the last stage, which never waits."""

@@ -549,7 +549,7 @@ def test_a_network_that_stays_away_is_given_up_in_the_end(corpus: Path, monkeypa
 
     with pytest.raises(UserError, match="TimeoutError: no answer"):
         RowDocuments(config(corpus, "json"), ReadingOrder("train", 0, "p", True), load)
-    assert len(calls) == 4, "whoever starts a node waits for it"
+    assert len(calls) == 1, "the person who starts a node waits for it"
 
 
 class Hub(http.server.BaseHTTPRequestHandler):

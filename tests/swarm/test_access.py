@@ -190,6 +190,28 @@ async def test_whoever_is_shut_out_is_told_so() -> None:
     assert "shut you out" in caught.value.why
 
 
+async def test_a_door_that_signs_and_refuses_again_and_again_ends_the_attempt() -> None:
+    owned, shown = OwnedRun("open"), list[bytes]()
+    door = owned.hub.network(owned.door)
+
+    async def refuse(conversation: Conversation) -> None:
+        shown.append((await conversation.receive()).ticket)
+        assert len(shown) < 50
+        await conversation.send(admission_hook.TicketVerdict(refusal="its ticket has expired", revocations=b""))
+
+    async def sign(conversation: Conversation) -> None:
+        await conversation.receive()
+        until = NOW_S + 10**6 + len(shown)
+        ticket = TicketSigner(key(0)).ticket(owned.digest, conversation.peer, MEMBER, until)
+        await conversation.send(ticket_service.TicketReply(ticket=ticket, refusal=""))
+
+    await door.serve(admission_hook.TOPIC, admission_hook.SCHEMA, refuse)
+    await door.serve(ticket_service.TOPIC, ticket_service.SCHEMA, sign)
+    with pytest.raises(UserError, match="does not let us in"):
+        await owned.enter(PEER, owned.access(InviteCredential(), MEMBER))
+    assert len(set(shown)) == len(shown) == admission_hook.MOST_TRIES
+
+
 async def test_without_a_pass_a_run_with_an_owner_gives_nothing() -> None:
     owned = await opened("open")
     with pytest.raises(UserError, match="does not let us in") as caught:
