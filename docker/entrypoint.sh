@@ -26,8 +26,11 @@ await_invite() {
   until invite=$(head -n 1 "$invite_file" 2> /dev/null) && [ -n "$invite" ]; do
     [ -n "$told" ] || echo "waiting for the invite in $invite_file" >&2
     told=1
-    head -n 1 "$invite_file" > /dev/null 2>&1 || [ ! -e "$invite_file" ] \
-      || refuse "$invite_file cannot be read by user $(id -u)."
+    # By the words of one attempt: between two looks the file may come and go.
+    why=$(head -n 1 "$invite_file" 2>&1 > /dev/null) || case $why in
+      *"No such file"*) ;;
+      *) refuse "user $(id -u) cannot read the invite: ${why#head: }" ;;
+    esac
     sleep 1
   done
 }
@@ -46,7 +49,10 @@ bootstrap)
   if [ -d /run-dir ]; then
     run=/run-dir/run.toml
     [ -r "$run" ] || refuse "RUN_DIR in docker/.env names a directory without a run.toml that user $(id -u) can read."
-  elif [ -f /run.toml ]; then run=/run.toml; elif [ ! -s "$run" ]; then noloco-node init "$run" --preset "${PRESET:-tiny}"; fi
+  elif [ -f /run.toml ]; then run=/run.toml
+  elif [ ! -s "$run" ]; then
+    noloco-node init "$run" --preset "${PRESET:-tiny}" & wait $!  # a signal ends waiting, and no program before this shell
+  fi
   rm -f "$shared_invite"
   # Its standard output is the invite and nothing else. The log says it too.
   exec noloco-node bootstrap --run "$run" --home "$home" --listen /ip4/0.0.0.0/tcp/4001 "$@" > "$shared_invite"

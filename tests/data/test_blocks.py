@@ -40,6 +40,7 @@ from noloco_node.data.file_documents import (
     ReadingOrder,
     TextRange,
     _text_of,
+    find_files,
     is_held_out,
     parts_of,
     pieces_of,
@@ -369,6 +370,16 @@ def bpe(directory: Path) -> Path:
     (directory / "bpe").mkdir()
     write_tokenizer(directory / "bpe", [text_of(7)] * 3)
     return directory / "bpe"
+
+
+def test_text_that_may_not_be_read_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    around = tmp_path / "around"
+    around.symlink_to(around)  # the system refuses it, also to root
+    with pytest.raises(UserError) as caught:
+        find_files(str(around))
+    assert caught.value.code is Exit.CONFIG
+    assert str(around) in caught.value.why
+    assert "symbolic links" in caught.value.why
 
 
 SURROGATE = '{"text": "x \\ud800 y"}\n'

@@ -1,4 +1,4 @@
-"""What a container does while it waits for its invite: the entry point of the image, with no engine."""
+"""What a container does before its program runs: the entry point of the image, with no engine."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from repository import ROOT
 
 from noloco_node.errors import Exit
 
+SHOWS = 'echo "$@"; cat'
+
 
 @contextmanager
-def node(invite: Path) -> Iterator[subprocess.Popen[str]]:
-    """Run a container's node, whose program only shows what it is given."""
-    program = invite.parent / "noloco-node"
-    program.write_text('#!/bin/sh\necho "$@"\ncat\n')
-    program.chmod(0o755)
+def container(invite: Path, *words: str, program: str = SHOWS) -> Iterator[subprocess.Popen[str]]:
+    """Run what a container runs, with `program` for noloco-node."""
+    installed = invite.parent / "noloco-node"
+    installed.write_text(f"#!/bin/sh\n{program}\n")
+    installed.chmod(0o755)
     environment = {"PATH": f"{invite.parent}:{os.environ['PATH']}", "INVITE_FILE": str(invite)}
-    words = ("sh", str(ROOT / "docker" / "entrypoint.sh"), "node", "--stay")
+    words = ("sh", str(ROOT / "docker" / "entrypoint.sh"), *words)
     pipe = subprocess.PIPE
     with subprocess.Popen(words, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
         try:
@@ -34,7 +36,7 @@ def node(invite: Path) -> Iterator[subprocess.Popen[str]]:
 
 @contextmanager
 def waiting(invite: Path) -> Iterator[subprocess.Popen[str]]:
-    with node(invite) as process:
+    with container(invite, "node", "--stay") as process:
         assert process.stderr is not None
         assert process.stderr.readline() == f"waiting for the invite in {invite}\n"
         yield process
@@ -46,6 +48,17 @@ def test_a_container_that_waits_for_its_invite_heeds_a_signal(tmp_path: Path, nu
         process.send_signal(number)
         _, said = process.communicate(timeout=LAST_RESORT_S)
     assert (process.returncode, said) == (Exit.INTERRUPTED, "noloco-node: interrupted\n")
+
+
+def test_a_container_that_makes_its_run_file_heeds_a_signal(tmp_path: Path) -> None:
+    with container(tmp_path / "invite", "bootstrap", program="echo $$ $1; exec tail -f /dev/null") as process:
+        assert process.stdout is not None
+        made, word = process.stdout.readline().split()
+        try:
+            process.send_signal(signal.SIGINT)
+            assert (word, process.wait(LAST_RESORT_S)) == ("init", Exit.INTERRUPTED)
+        finally:
+            os.kill(int(made), signal.SIGKILL)  # as the end of its first process does in a container
 
 
 def test_an_invite_reaches_the_node_as_soon_as_it_is_there_and_shows_in_no_list_of_processes(tmp_path: Path) -> None:
@@ -62,7 +75,7 @@ def test_an_invite_reaches_the_node_as_soon_as_it_is_there_and_shows_in_no_list_
 def test_an_invite_that_cannot_be_read_is_no_reason_to_wait(tmp_path: Path) -> None:
     invite = tmp_path / "invite"
     invite.mkdir()  # even root cannot read its first line
-    with node(invite) as process:
+    with container(invite, "node") as process:
         _, said = process.communicate(timeout=LAST_RESORT_S)
-    assert f"noloco-node: {invite} cannot be read by user {os.getuid()}." in said
+    assert f"noloco-node: user {os.getuid()} cannot read the invite: error reading '{invite}': Is a directory" in said
     assert process.returncode == Exit.CONFIG
