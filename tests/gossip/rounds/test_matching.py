@@ -308,7 +308,9 @@ def test_partners_are_asked_in_order_and_not_before_their_time() -> None:
     assert some.next(["a", "b"], 0.0) == ("a", 0.0)
 
 
-@given(st.floats(0.0, 1e9), st.sampled_from([reason for reason in DeclineReason if reason is not DeclineReason.LEAVING]))
+@given(
+    st.floats(0.0, 1e9), st.sampled_from([reason for reason in DeclineReason if reason is not DeclineReason.LEAVING])
+)
 def test_estimates_are_believed_until_the_next_round(told_s: float, reason: DeclineReason) -> None:
     """A round may last for hours; its opener asks us then, so that nothing is lost by an estimate that is too long."""
     some = prospects()
