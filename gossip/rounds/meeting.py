@@ -219,9 +219,12 @@ class MeetingProtocol:
         adopted = whose is outer_step.WhoseWeights.THEIRS
         sent, received = size_bytes(mine, swapped.sent), size_bytes(theirs, swapped.came)
 
-        async def commit() -> None:
+        def must_go_on() -> None:
             if round_state.meeting is not meeting:
                 raise ConnectionAbortedError("the round was given up meanwhile")
+
+        async def commit() -> None:
+            must_go_on()
             round_state.counts["spared"] += swapped.spared
             if swapped.step is None:
                 self._note_too_stale(meeting.partner, their_staleness, sent, received)
@@ -243,6 +246,7 @@ class MeetingProtocol:
             last_met = outer_step.last_met_after(own, partner, adopted=adopted)
             await self._step(PendingStep(swapped.step, snapshot.inner_steps, event, last_met))
 
+        must_go_on()  # a partner that has our acknowledgement takes the step
         await conclude(conversation, commit, asked=asked)
 
     def _note_too_stale(self, partner: str, partner_staleness: int, sent: int, received: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -81,9 +81,9 @@ def load_key(run: Path) -> Ed25519PrivateKey:
 
 def load_members(run: Path) -> MemberList:
     """Return the owner's list, empty where there is none yet; `UserError` where it is damaged."""
-    path = members_file(run)
-    with _unusable(path):
-        raw = path.read_bytes() if path.is_file() else b""
+    path, raw = members_file(run), b""
+    with _unusable(path), suppress(FileNotFoundError):
+        raw = path.read_bytes()
     try:
         return msgspec.json.decode(raw, type=MemberList) if raw else MemberList()
     except msgspec.MsgspecError as error:
@@ -92,6 +92,13 @@ def load_members(run: Path) -> MemberList:
             why=str(error),
             hint="restore it from a backup: it says who was let in, and without it who was shut out comes back",
         ) from error
+
+
+def members_changed_at(run: Path) -> int:
+    """Return when the owner's list was last written, in nanoseconds; 0 where there is none yet."""
+    with _unusable(members_file(run)), suppress(FileNotFoundError):
+        return members_file(run).stat().st_mtime_ns
+    return 0
 
 
 @contextmanager

@@ -28,6 +28,7 @@ import binascii
 import functools
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from enum import IntFlag
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
@@ -37,6 +38,7 @@ import msgspec
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from noloco_node.errors import os_errors_as, storage_error
 from noloco_node.network.wire import decoded
 
 KEY_BYTES = 32
@@ -63,17 +65,30 @@ def peer_of(key: bytes) -> str:
     return base58.b58encode(ID_HEADER + key).decode()
 
 
+def identity_errors(path: Path) -> AbstractContextManager[None]:
+    """Raise an `OSError` of the body as a `UserError` (STORAGE) that names the identity file."""
+    what = f"The identity of this peer, {path}, cannot be read or written."
+    hint = "repair the disk or its permissions, or give another directory with --home"
+    return os_errors_as(storage_error, what, hint)
+
+
 def read_key(identity: Path) -> Ed25519PrivateKey | None:
-    """Return the private key of an identity file; None for keys of other types than our own."""
-    raw = identity.read_bytes()
+    """Return the private key of an identity file; None where there is none, or one of another type than our own.
+
+    Raises `UserError` (STORAGE) if the file cannot be read.
+    """
+    with identity_errors(identity):
+        if not identity.exists():
+            return None
+        raw = identity.read_bytes()
     if not raw.startswith(KEY_HEADER) or len(raw) != len(KEY_HEADER) + 2 * KEY_BYTES:
         return None
     return Ed25519PrivateKey.from_private_bytes(raw[len(KEY_HEADER) : -KEY_BYTES])
 
 
 def peer_of_file(identity: Path) -> str | None:
-    """Return the peer id that an identity file makes; None where there is none, or one of another type than our own."""
-    key = read_key(identity) if identity.exists() else None
+    """Return the peer id that an identity file makes; None where `read_key` finds no key."""
+    key = read_key(identity)
     return None if key is None else peer_of(key.public_key().public_bytes_raw())
 
 

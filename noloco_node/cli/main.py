@@ -23,7 +23,7 @@ from typer.core import TyperGroup
 
 from noloco_node import __version__
 from noloco_node.cli import bootstrap, doctor, join, journal, local_swarm, members, models, run_file, status
-from noloco_node.errors import COMPLAINT, Exit, UserError, reason_of, storage_error, usage_error, user_error_of
+from noloco_node.errors import COMPLAINT, Exit, UserError, causes, leaves, reason_of, storage_error, usage_error
 from noloco_node.machine.signals import drop_output
 from noloco_node.terminal import LogLevel, complain, configure
 
@@ -56,8 +56,8 @@ class CommandGroup(TyperGroup):
                 return super().invoke(ctx)
             finally:
                 sys.stdout.flush()
-        except BrokenPipeError:
-            if not _reader_is_gone():
+        except (BrokenPipeError, BaseExceptionGroup) as error:
+            if not (all(isinstance(each, BrokenPipeError) for each in leaves(error)) and _reader_is_gone()):
                 raise
             drop_output()
             raise typer.Exit from None
@@ -146,8 +146,17 @@ def _root(
     configure(log_level, as_json=log_json)
 
 
-def _refusal_of(error: OSError) -> UserError | None:
+def _trouble_of(error: BaseException) -> UserError | None:
+    """Return what a person can do about an error, or about each cause of a group; None if the program is at fault."""
+    found = [each if isinstance(each, UserError) else _refusal_of(each) for each in causes(error)]
+    troubles = [each for each in found if each is not None]
+    return troubles[0] if troubles and len(troubles) == len(found) else None
+
+
+def _refusal_of(error: BaseException) -> UserError | None:
     """Return what a person can do about an error of the system; None if only the program can be at fault."""
+    if not isinstance(error, OSError):
+        return None
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
         what = "What the command returns or keeps cannot be written."
         return storage_error(what, why=reason_of(error), hint="free some space, or write to another disk")
@@ -163,18 +172,14 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
-    except (UserError, BaseExceptionGroup) as error:
-        trouble = user_error_of(error)
+    except (UserError, OSError, BaseExceptionGroup) as error:
+        trouble = _trouble_of(error)
         if trouble is None:
             raise
+        if trouble.code is Exit.STORAGE and trouble not in causes(error):
+            # What is left of the output would be refused once more.
+            drop_output()
         complain(f"{COMPLAINT}{trouble}")
         sys.exit(trouble.code)
-    except OSError as error:
-        if (refusal := _refusal_of(error)) is None:
-            raise
-        if refusal.code is Exit.STORAGE:  # or what is left of the output would be refused once more
-            drop_output()
-        complain(f"{COMPLAINT}{refusal}")
-        sys.exit(refusal.code)
     finally:
         gc.freeze()  # or the interpreter spends a second on the graveyard of torch before it is gone

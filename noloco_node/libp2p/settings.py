@@ -22,8 +22,8 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission.admission_state import AdmissionState
-from noloco_node.admission.ticket import ID_HEADER, KEY_HEADER
-from noloco_node.errors import os_errors_as, storage_error
+from noloco_node.admission.ticket import ID_HEADER, KEY_HEADER, identity_errors
+from noloco_node.errors import storage_error
 from noloco_node.network.timeouts import PeerLiveness, TimeoutBounds
 from noloco_node.network.wire import WIRE_VERSION
 from noloco_node.storage import atomic_file
@@ -129,8 +129,7 @@ class RunSecret:
 
 def ensure_identity(path: Path) -> bool:
     """Create the key file unless it is there, and say whether it was; `UserError` when it cannot be used."""
-    what = f"The identity of this peer, {path}, cannot be read or written."
-    with os_errors_as(storage_error, what, "choose a home directory on a disk that you may write to"):
+    with identity_errors(path):
         if path.exists():
             _check(path)
             return True

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_hook import AdmissionHook
 from noloco_node.admission.admission_state import AdmissionState, HeldTicket
-from noloco_node.admission.owner_files import key_file, load_key, load_members, members_file, public_half
+from noloco_node.admission.owner_files import key_file, load_key, load_members, members_changed_at, public_half
 from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, decode, read_key
 from noloco_node.admission.ticket_service import Sign, TicketService, TicketSigner
 from noloco_node.errors import UserError, config_error
@@ -26,7 +26,7 @@ from noloco_node.swarm.access import RunAccess
 from noloco_node.swarm.invite import Invite
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.tasks import background
-from noloco_node.terminal import say
+from noloco_node.terminal import say, warn
 
 WATCH_S = 5.0
 HOST_S = 10 * 365 * 86400
@@ -101,22 +101,29 @@ class HostedAdmissions:
         return admitted
 
     async def watch(self) -> NoReturn:
-        """Read the owner's list whenever it changes; renew a delegate's ticket before it expires."""
+        """Read the owner's list whenever it changes; renew a delegate's ticket before it expires.
+
+        A list that cannot be read is said once, and tried again until it can.
+        """
+        told = ""
         async with nullcontext() if self._access is None else background(self._access.renew(say)):
             while True:
                 await asyncio.sleep(WATCH_S)
                 if self._admission.owner is not None:
                     try:
                         await asyncio.to_thread(self._read_list)
+                        told = ""
                     except UserError as error:
-                        say(f"{error.what} {error.why}")
+                        line = f"{error.what} {error.why}; what was read before still holds"
+                        if line != told:
+                            warn(line)
+                        told = line
 
     def _read_list(self) -> None:
-        path = members_file(self._run_file)
-        changed_at = path.stat().st_mtime_ns if path.exists() else 0
+        changed_at = members_changed_at(self._run_file)
         if changed_at != self._read_at:
-            self._read_at = changed_at
             members = load_members(self._run_file)
+            self._read_at = changed_at
             issued = [entry for entry in members.issued if entry.kind == "ticket"]
             issued.sort(key=attrgetter("until"))
             self._named = {entry.key: entry.until for entry in issued}

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 import msgspec
 
-from noloco_node.admission.ticket import InviteCredential, parse_credential, peer_of, read_key
+from noloco_node.admission.ticket import InviteCredential, parse_credential, peer_of_file
 from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.libp2p.addresses import PeerAddress, beyond_this_machine, parse_peer_address
 from noloco_node.network.wire import WIRE_VERSION
@@ -196,8 +196,7 @@ def met_before(invite: Invite, home: HomePaths) -> list[PeerAddress]:
 
 def not_ours(addresses: Sequence[PeerAddress], home: HomePaths) -> list[PeerAddress]:
     """Return the addresses of others: a kept invite also names its own peer."""
-    key = read_key(home.identity) if home.identity.exists() else None
-    ours = "" if key is None else peer_of(key.public_key().public_bytes_raw())
+    ours = peer_of_file(home.identity)
     return [each for each in addresses if each.peer != ours]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from research.laboratory.experiments.adapter_grid import adapter_grid
+from research.laboratory.output.table import Table
 from research.laboratory.running.by_seed import Survey, run_by_seed
 from research.laboratory.running.results import Measured
 from research.laboratory.running.runner import Work, trial
@@ -55,15 +56,13 @@ Matrices that rest are frozen by the laboratory: the program has `freeze_a`, and
 
 def main(words: Sequence[str] | None = None, work: Work = trial) -> int:
     """Run what is due, by `work`, seed after seed, and write the page; return the exit code."""
-    return run_by_seed(Survey("adapters", __doc__, adapter_grid, _write), words, work)
+    return run_by_seed(Survey("adapters", __doc__, adapter_grid, _page), words, work)
 
 
-def _write(data: Measured, out: Path) -> None:
+def _page(data: Measured, out: Path) -> list[str | Table]:
     from research.laboratory.output.adapter_tables import adapter_tables, said  # torch and matplotlib
 
-    parts = [INTRODUCTION, "## What came out", said(data)]
-    parts += [*(table.markdown() for table in adapter_tables(data)), LIMITS]
-    (out / "adapters.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    return [INTRODUCTION, "## What came out", said(data), *adapter_tables(data), LIMITS]
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from research.laboratory.experiments.fine_tuning_grid import fine_tuning_grid
+from research.laboratory.output.table import Table
 from research.laboratory.running.by_seed import Survey, run_by_seed
 from research.laboratory.running.results import Measured
 from research.laboratory.running.runner import Work, trial
@@ -36,14 +37,13 @@ comparison; above 0 the mean is better. Fewer than five seeds decide nothing."""
 
 def main(words: Sequence[str] | None = None, work: Work = trial) -> int:
     """Run what is due, by `work`, seed after seed, and write the page; return the exit code."""
-    return run_by_seed(Survey("fine_tuning", __doc__, fine_tuning_grid, _write), words, work)
+    return run_by_seed(Survey("fine_tuning", __doc__, fine_tuning_grid, _page), words, work)
 
 
-def _write(data: Measured, out: Path) -> None:
+def _page(data: Measured, out: Path) -> list[str | Table]:
     from research.laboratory.output.fine_tuning_tables import fine_tuning_tables  # torch and matplotlib
 
-    parts = [INTRODUCTION, *(table.markdown() for table in fine_tuning_tables(data))]
-    (out / "fine_tuning.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    return [INTRODUCTION, *fine_tuning_tables(data)]
 
 
 if __name__ == "__main__":

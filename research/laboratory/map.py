@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from research.laboratory.experiments.volunteer_grid import map_grid
+from research.laboratory.output.table import Table
 from research.laboratory.running.by_seed import Survey, run_by_seed
 from research.laboratory.running.results import Measured
 from research.laboratory.running.runner import Work, trial
@@ -69,18 +70,17 @@ plans have far larger models than what has run. With 64 replicas only the middle
 
 def main(words: Sequence[str] | None = None, work: Work = trial) -> int:
     """Run what is due, by `work`, seed after seed, and write the page and the picture; return the exit code."""
-    return run_by_seed(Survey("map", __doc__, map_grid, _write), words, work)
+    return run_by_seed(Survey("map", __doc__, map_grid, _page), words, work)
 
 
-def _write(data: Measured, out: Path) -> None:
+def _page(data: Measured, out: Path) -> list[str | Table]:
     from research.laboratory.output.map_tables import map_picture, map_tables, said  # matplotlib
 
     drawing = out / "pictures" / "map.png"
     drawing.parent.mkdir(parents=True, exist_ok=True)
     drawing.write_bytes(map_picture(data))
-    parts = [INTRODUCTION, "## What came out", said(data), "![Where gossip is better](pictures/map.png)"]
-    parts += [*(table.markdown() for table in map_tables(data)), LIMITS]
-    (out / "map.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    picture = "![Where gossip is better](pictures/map.png)"
+    return [INTRODUCTION, "## What came out", said(data), picture, *map_tables(data), LIMITS]
 
 
 if __name__ == "__main__":

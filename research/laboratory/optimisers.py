@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from research.laboratory.experiments.optimiser_grid import optimiser_grid
+from research.laboratory.output.table import Table
 from research.laboratory.running.by_seed import Survey, run_by_seed
 from research.laboratory.running.results import Measured
 from research.laboratory.running.runner import Work, trial
@@ -37,14 +38,13 @@ their 95 % interval by Student's t, each for one comparison. Fewer than five see
 
 def main(words: Sequence[str] | None = None, work: Work = trial) -> int:
     """Run what is due, by `work`, seed after seed, and write the page; return the exit code."""
-    return run_by_seed(Survey("optimisers", __doc__, optimiser_grid, _write), words, work)
+    return run_by_seed(Survey("optimisers", __doc__, optimiser_grid, _page), words, work)
 
 
-def _write(data: Measured, out: Path) -> None:
+def _page(data: Measured, out: Path) -> list[str | Table]:
     from research.laboratory.output.optimiser_tables import optimiser_tables  # torch and matplotlib
 
-    parts = [INTRODUCTION, *(table.markdown() for table in optimiser_tables(data))]
-    (out / "optimisers.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    return [INTRODUCTION, *optimiser_tables(data)]
 
 
 if __name__ == "__main__":

@@ -311,3 +311,54 @@ def test_only_whose_key_it_is_lets_anybody_in(tmp_path: Path) -> None:
     owner.run.write_text(owner.run.read_text().partition("[admission]")[0])
     with pytest.raises(UserError, match="has no owner"):
         owner.members("list")
+
+
+@pytest.mark.parametrize("damage", ["directory", "text", "unreachable"])
+def test_a_bootstrap_peer_outlives_a_list_that_it_cannot_read_and_takes_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    owner = Owner(tmp_path, "listed")
+    hosted = HostedAdmissions(owner.recipe, owner.run, tmp_path / "identity.key", None)
+    owner.members("revoke", PEER)
+    path, said = members_file(owner.run), list[str]()
+    whole = path.with_suffix(".whole")
+    path.rename(whole)
+    if damage == "directory":
+        path.mkdir()
+    elif damage == "text":
+        path.write_text("{")
+    else:
+        path.symlink_to(path)  # the system refuses to look at it, as at a file behind a server that is gone
+    monkeypatch.setattr("noloco_node.swarm.admissions.WATCH_S", 0.0)
+    monkeypatch.setattr("noloco_node.swarm.admissions.warn", said.append)
+
+    async def main() -> None:
+        loop, looks, read = asyncio.get_running_loop(), asyncio.Queue[None](), hosted._read_list
+
+        def told_of() -> None:
+            loop.call_soon_threadsafe(looks.put_nowait, None)
+            read()
+
+        monkeypatch.setattr(hosted, "_read_list", told_of)
+        watching = asyncio.create_task(hosted.watch())
+        for _ in range(3):
+            await looks.get()
+        path.rmdir() if damage == "directory" else path.unlink()
+        whole.rename(path)
+        for _ in range(3 + looks.qsize()):
+            await looks.get()
+        watching.cancel()
+
+    asyncio.run(main())
+    assert len(said) == 1
+    assert str(path) in said[0]
+    assert hosted.state is not None
+    assert hosted.state.revocations is not None
+
+
+def test_a_list_that_is_no_file_lets_nobody_in(tmp_path: Path) -> None:
+    owner = Owner(tmp_path, "open")
+    members_file(owner.run).mkdir()
+    with pytest.raises(UserError) as trouble:
+        HostedAdmissions(owner.recipe, owner.run, tmp_path / "identity.key", None)
+    assert trouble.value.code is Exit.STORAGE

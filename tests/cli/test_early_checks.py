@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+from limits import LAST_RESORT_S
 from typer.testing import CliRunner
 
 from noloco_node.cli.main import app, main
@@ -51,14 +52,14 @@ REFUSED: list[tuple[list[str], Exit]] = [
     (["init", "new.toml", "--base", "int8"], Exit.USAGE),
     (["init", LONG], Exit.STORAGE),
     (["check", LONG], Exit.CONFIG),
+    (["evaluate", LONG], Exit.CONFIG),
+    (["generate", LONG, "--prompt", "a"], Exit.CONFIG),
+    (["init", "new.toml", "--from", LONG], Exit.CONFIG),
     (["join", LONG], Exit.CONFIG),
     *(
         (words, Exit.USAGE)
         for words in (
-            ["evaluate", LONG],
             ["evaluate", "--from-home", LONG],
-            ["generate", LONG, "--prompt", "a"],
-            ["init", "new.toml", "--from", LONG],
             ["export", "--from-home", LONG, "--out", "new"],
             ["export", INVITE, "--out", LONG],
             ["watch", "--journal", LONG],
@@ -95,6 +96,8 @@ REFUSED: list[tuple[list[str], Exit]] = [
     (["simulate", "broken.toml"], Exit.CONFIG),
     (["journal", "export", "nowhere", "--out", "new.csv"], Exit.CONFIG),
     (["journal", "export", "nothing.txt", "--out", "new.csv"], Exit.CONFIG),
+    (["bootstrap", "--run", "home/run.toml", "--home", "damaged"], Exit.STORAGE),
+    (["me", "--home", "damaged"], Exit.STORAGE),
 ]
 RUN_ALL = """
 import json, sys
@@ -131,6 +134,7 @@ def test_wrong_input_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "run.toml").write_text(run_text("tiny"))
     (tmp_path / "odd" / "journal.jsonl").mkdir(parents=True)
+    (tmp_path / "damaged" / "identity.key").mkdir(parents=True)
     (tmp_path / "full" / "a").touch()
     (tmp_path / "nothing.txt").touch()
     (tmp_path / "broken.toml").write_text("name = [")
@@ -216,3 +220,29 @@ def test_an_output_that_cannot_be_written_gets_a_message(tmp_path: Path) -> None
         assert done.returncode == Exit.STORAGE, done.stderr
         assert why in done.stderr
         assert b"Traceback" not in done.stderr
+
+
+def hosted(home: Path, out: int | IO[bytes]) -> subprocess.CompletedProcess[bytes]:
+    """Run a bootstrap peer, which prints its invite from inside of task groups."""
+    run_file = home.with_name("run.toml")
+    run_file.write_text(run_text("tiny"))
+    place = ("--run", str(run_file), "--home", str(home), "--relays", "0", "--listen", "/ip4/127.0.0.1/tcp/0")
+    words = [sys.executable, "-m", "noloco_node", "bootstrap", *place]
+    return subprocess.run(words, stdout=out, stderr=subprocess.PIPE, check=False, timeout=LAST_RESORT_S)
+
+
+def test_an_invite_that_cannot_be_written_gets_a_message_too(tmp_path: Path) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = hosted(tmp_path / "home", full)
+    assert done.returncode == Exit.STORAGE, done.stderr
+    assert b"No space left on device" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_reader_that_closes_the_pipe_before_the_invite_is_no_error(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = hosted(tmp_path / "home", writing)
+    os.close(writing)
+    assert done.returncode == Exit.OK, done.stderr
+    assert b"Traceback" not in done.stderr

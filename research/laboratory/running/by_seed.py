@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from research.laboratory.experiments.grid import Grid
+from research.laboratory.output.table import Table
 from research.laboratory.running.progress import Board
 from research.laboratory.running.results import Measured
 from research.laboratory.running.runner import Work, survey
@@ -19,12 +20,14 @@ SEEDS = 5
 
 
 class Survey(NamedTuple):
-    """`name`: of the record and the page. `grid`: what runs with so many seeds. `write`: the page, into a directory."""
+    """`name`: of the record and the page. `grid`: what runs with so many seeds. `page`: the parts of the page, whose
+    pictures it draws into the directory.
+    """
 
     name: str
     about: str
     grid: Callable[[int], Grid]
-    write: Callable[[Measured, Path], None]
+    page: Callable[[Measured, Path], list[str | Table]]
 
 
 def run_by_seed(what: Survey, words: Sequence[str] | None, work: Work) -> int:
@@ -44,7 +47,9 @@ def run_by_seed(what: Survey, words: Sequence[str] | None, work: Work) -> int:
         grid = _narrowed(what.grid(seeds), asked.only)
         with Board(grid, store) as board:
             failed += len(survey(grid, store, board, asked.processes, work))
-    what.write(Measured(what.grid(SEEDS), store), asked.out)
+    parts = what.page(Measured(what.grid(SEEDS), store), asked.out)
+    page = "\n\n".join(part if isinstance(part, str) else part.markdown() for part in parts)
+    (asked.out / f"{what.name}.md").write_text(page + "\n", encoding="utf-8")
     return 1 if failed else 0
 
 
