@@ -14,16 +14,16 @@ first drains the replica, and takes the whole step before it admits microbatches
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from itertools import takewhile
 from typing import NamedTuple
 
 from gossip.exchange.codec import Sides
 from gossip.exchange.messages import Accept, Decline, Implausible, Probe, Propose, Weights
 from gossip.exchange.swap import check_own, check_probe, conclude, gap, size_bytes, swap
 from gossip.interface import Conversation, GossipReplica, MeetingLost, OuterStepTaken, PartnerTooStale, RoundContext
-from gossip.rounds.matching import ASKED_AT_MOST, answer
+from gossip.rounds.matching import answer
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, Step
 from gossip.rounds.round_state import Meeting, PendingStep, Prefetch, RoundState, now
 from gossip.rule import outer_step
@@ -67,6 +67,7 @@ class MeetingProtocol:
         round_state.counts["proposals_received"] += 1
         reply = answer(round_state.answer_state(peer), peer, proposal)
         if isinstance(reply, Decline):
+            round_state.note_proposal(peer)
             await conversation.send(reply)
             return
         meeting = round_state.engage(peer, proposal.round)
@@ -80,8 +81,8 @@ class MeetingProtocol:
         order = round_state.partners.order(round_state.schedule.round)
         delay_s = round_state.schedule.preference_delay_s
         # Later preferences wait longer, so the good enough are the first ones.
-        good_enough = takewhile(lambda place: not delay_s(place, len(order)), range(min(len(order), ASKED_AT_MOST)))
-        return round_state.queue.next([order[place] for place in good_enough], now())
+        good_enough = bisect_right(range(len(order)), 0.0, key=lambda place: delay_s(place, len(order)))
+        return round_state.queue.next(order[:good_enough], now())
 
     async def _ask(self, peer: str) -> None:
         round_state, patience = self._round_state, self._round_state.timeouts

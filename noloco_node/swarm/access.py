@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_hook import MOST_TRIES, AdmissionHook
-from noloco_node.admission.admission_state import AdmissionState, HeldTicket, no_ticket, not_admitted, told
+from noloco_node.admission.admission_state import EXPIRED, AdmissionState, HeldTicket, no_ticket, not_admitted, told
 from noloco_node.admission.owner_files import key_file, load_key
 from noloco_node.admission.ticket import LOOK_S, TICKET_BYTES, InviteCredential, Right, decode, key_of, read_key
 from noloco_node.admission.ticket_service import LOOK_BITS, TicketReply, TicketRequest, TicketSigner, work
@@ -191,6 +191,9 @@ class RunAccess:
             if ticket and not objection:
                 self._gave.add(peer)
                 return ticket
+            if objection == EXPIRED:  # by our clock, of which the peer knows nothing
+                silences.append(f"the ticket that ...{peer[-8:]} gives us has expired: is this machine's clock right?")
+                continue
             refusals.append(reply.refusal or objection)
         if refusals:
             raise not_admitted(told(refusals))

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from noloco_node.admission.ticket import peer_of
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p import relays
+from noloco_node.libp2p import addresses, relays
 from noloco_node.libp2p.addresses import (
     KnownPeers,
     PeerAddress,
@@ -198,6 +199,21 @@ def test_records_of_relays_are_read_with_care() -> None:
     assert checked_relays([f"/dns4/a,b/tcp/1/p2p/{PEERS[0]}", f"{RELAY}/p2p-circuit/p2p/{PEERS[0]}"]) == ()
     many = [f"/ip4/198.51.100.{number}/tcp/4001/p2p/{PEERS[0]}" for number in range(9)]
     assert len(checked_relays(many)) == 4
+
+
+def test_a_flood_of_relays_costs_a_bounded_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at, parse = list[str](), addresses.parse_peer_address
+
+    def counted(text: str) -> PeerAddress:
+        looked_at.append(text)
+        return parse(text)
+
+    monkeypatch.setattr(addresses, "parse_peer_address", counted)
+    flood = {str(number): relay_record(8000 * ["/"]) for number in range(32)}
+    assert relays_of({**flood, "ours": relay_record([RELAY])}) == (RELAY,)
+    assert len(looked_at) == 1024
+    liar = relay_record([f"/ip4/198.51.100.1/tcp/4001/p2p/{peer_of(bytes([number] * 32))}" for number in range(64)])
+    assert RELAY in relays_of({"theirs": liar, "ours": relay_record([RELAY])})
 
 
 @given(st.binary(max_size=200))

@@ -311,6 +311,30 @@ async def test_a_node_that_slept_over_the_end_of_its_ticket_asks_for_another_and
     assert way.admission.held.until == NOW_S + 100 * DAY_S
 
 
+async def test_a_clock_that_jumps_ahead_ends_no_node_at_once_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By it each ticket has expired, also one that was signed a moment ago: nobody has refused us anything."""
+    owned, ahead_s = await opened("open"), [0.0]
+    right = owned.now_s
+    monkeypatch.setattr(owned, "now_s", lambda: right() + ahead_s[0])
+    way = owned.access(InviteCredential(), MEMBER)
+    network = await owned.enter(PEER, way)
+    assert way.admission is not None
+    held = way.admission.held.raw
+    for ahead_s[0] in (100.0 * DAY_S, 0.0):
+        for _ in range(3):
+            await network.read_all(["anything"])
+            await asyncio.sleep(GRACE_S / 4)
+    assert way.admission.held.raw == held
+    assert len(owned.asked) < 8, "not at each use"
+    ahead_s[0] = 100.0 * DAY_S
+    await network.read_all(["anything"])
+    await asyncio.sleep(GRACE_S + 1.0)
+    with pytest.raises(UserError, match="Nobody gives us a ticket") as caught:
+        await network.read_all(["anything"])
+    assert caught.value.code is Exit.UNREACHABLE
+    assert "clock" in caught.value.why
+
+
 async def test_an_expired_ticket_is_borne_for_a_while_where_nobody_answers() -> None:
     """A clock that was wrong for some seconds ends nothing; a silent run ends with a code that a service restarts."""
 
