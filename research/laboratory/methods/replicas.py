@@ -244,11 +244,9 @@ class Swarm:
 def _fresh(cell: Cell, run: RunConfig, plan: ModelLayout) -> list[Stage]:
     if cell.optimiser == "muon":
         return [MuonStage(run, plan)]
-    stages = open_stages(run, plan) if cell.adapters is None else adapted_stages(cell, run, plan)
-    if cell.optimiser == "adamw_nesterov":
-        for stage in stages:
-            stage._adamw._inner = stage._adamw._inner._replace(nesterov=True)
-    return stages
+    if cell.adapters is not None:
+        return adapted_stages(cell, run, plan)
+    return open_stages(run, plan, nesterov=cell.optimiser == "adamw_nesterov")
 
 
 def mean_of(models: Sequence[Model], weights: Sequence[int] | None = None) -> Model:
