@@ -12,19 +12,32 @@ home=/home/noloco/home
 shared_invite=/invite/invite
 invite_file=${INVITE_FILE:-$shared_invite}
 
+# The first process of a container heeds only signals that it asks for. noloco-node asks for its own.
+trap 'echo "noloco-node: interrupted" >&2; exit 130' INT TERM
+
+refuse() {
+  echo "noloco-node: $1" >&2
+  exit 3
+}
+
 # The file may be written anew at any time, so it is read once; and what is an argument shows in every list of processes.
 await_invite() {
   told=
   until invite=$(head -n 1 "$invite_file" 2> /dev/null) && [ -n "$invite" ]; do
     [ -n "$told" ] || echo "waiting for the invite in $invite_file" >&2
     told=1
+    # By the words of one attempt: between two looks the file may come and go.
+    why=$(head -n 1 "$invite_file" 2>&1 > /dev/null) || case $why in
+      *"No such file"*) ;;
+      *) refuse "user $(id -u) cannot read the invite: ${why#head: }" ;;
+    esac
     sleep 1
   done
 }
 
 # Compose, by its version, makes an empty directory of what a setting names and is not there.
 expect_file() {
-  [ ! -d "$1" ] || { echo "noloco-node: $2 in docker/.env names no file." >&2; exit 3; }
+  [ ! -d "$1" ] || refuse "$2 in docker/.env names no file."
 }
 
 role=${1:-}
@@ -35,8 +48,11 @@ bootstrap)
   expect_file /run.toml RUN_FILE
   if [ -d /run-dir ]; then
     run=/run-dir/run.toml
-    [ -s "$run" ] || { echo "noloco-node: RUN_DIR in docker/.env names a directory without a run.toml." >&2; exit 3; }
-  elif [ -s /run.toml ]; then run=/run.toml; elif [ ! -s "$run" ]; then noloco-node init "$run" --preset "${PRESET:-tiny}"; fi
+    [ -r "$run" ] || refuse "RUN_DIR in docker/.env names a directory without a run.toml that user $(id -u) can read."
+  elif [ -f /run.toml ]; then run=/run.toml
+  elif [ ! -s "$run" ]; then
+    noloco-node init "$run" --preset "${PRESET:-tiny}" & wait $!  # a signal ends waiting, and no program before this shell
+  fi
   rm -f "$shared_invite"
   # Its standard output is the invite and nothing else. The log says it too.
   exec noloco-node bootstrap --run "$run" --home "$home" --listen /ip4/0.0.0.0/tcp/4001 "$@" > "$shared_invite"

@@ -93,7 +93,8 @@ class RoundTimeouts:
 
     `answer_s`: for a dial and an answer. `exchange_s`: for a meeting, from acceptance to the end; the blocking form
     stands still for so long at worst, the overlapped form allows more after a meeting that ran out of time. `sleep_s`:
-    longest sleep before partners are asked again. `jitter_s`: spread of asking.
+    until a partner that was silent or lost is asked again, and the longest sleep while a round is open. `jitter_s`:
+    spread of asking.
     """
 
     answer_s: float = 5.0

@@ -9,6 +9,7 @@ import inspect
 import os
 import signal
 from collections.abc import Iterable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -109,7 +110,7 @@ def long_ones_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]
 
 
 def _has_one(item: pytest.Item, markers: Iterable[str]) -> bool:
-    return any(item.get_closest_marker(name) for name in markers)
+    return not {mark.name for mark in item.iter_markers()}.isdisjoint(markers)
 
 
 def _body(test: pytest.Function) -> Any:
@@ -119,7 +120,10 @@ def _body(test: pytest.Function) -> Any:
 
 def _simulates(test: pytest.Function) -> bool:
     """Say whether a test is a coroutine, or its module uses the simulator or the swarms that run in it."""
-    origins = (str(getattr(value, "__module__", "")) for value in vars(test.module).values())
-    return inspect.iscoroutinefunction(_body(test)) or any(
-        origin == "swarms" or origin.startswith("noloco_node.sim.") for origin in origins
-    )
+    return inspect.iscoroutinefunction(_body(test)) or _uses_the_simulator(test.module)
+
+
+@functools.cache
+def _uses_the_simulator(module: ModuleType) -> bool:
+    origins = (str(getattr(value, "__module__", "")) for value in vars(module).values())
+    return any(origin == "swarms" or origin.startswith("noloco_node.sim.") for origin in origins)

@@ -113,6 +113,7 @@ def simulated(options: argparse.Namespace) -> dict[str, Any]:
         return {
             "virtual_s": round(world.now_s, 1),
             "calls": calls,
+            "proposals": hub.get("messages.Propose", 0),
             "messages_lost": hub.get("messages.lost", 0),
             "wrong": sum(len(session.wrong) for peer in world.peers.values() for session in peer.sessions),
             "failures": len(world.network.failures),
@@ -206,6 +207,7 @@ def main() -> int:
             f"{run['calls']:,} calls, {per_call:.0f} microseconds each with everything else"
         )
         rounds = f"rounds met {run['met']:,}, skipped {run['skipped']:,}, solo {run['solo']:,}"
+        rounds += f"; proposals {run['proposals']:,}"
         steps = f"{run['inner_steps']:,} of {run['planned_steps']:,}"
         print(f"  {run['virtual_s']:,} virtual seconds, {steps} inner steps; {rounds}")
         print(f"  {run['messages_lost']:,} messages lost; digest {run['digest'][:16]}")

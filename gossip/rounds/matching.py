@@ -211,12 +211,17 @@ class PartnerView:
 
 
 class PartnerQueue:
-    """When to ask each partner of one open round again."""
+    """Whom to ask next in an open round, and when to ask each partner again.
+
+    A peer that proposes waits in an open round of its own. One that we declined is remembered until our next step, and
+    asked before those that may have no round open.
+    """
 
     def __init__(self, patience: RoundTimeouts, rng: random.Random) -> None:
         self._patience = patience
         self._rng = rng
         self._not_before: dict[str, float] = {}
+        self._proposed: set[str] = set()
 
     @property
     def put_off_count(self) -> int:
@@ -224,10 +229,22 @@ class PartnerQueue:
         return len(self._not_before)
 
     def clear(self) -> None:
+        """Let everybody be asked anew, as a round opens."""
         self._not_before.clear()
+
+    def forget_proposals(self) -> None:
+        self._proposed.clear()
+
+    def proposed(self, peer: str) -> None:
+        """Remember a proposal that we declined: this peer waits for a partner."""
+        self._proposed.add(peer)
 
     def next(self, order: Sequence[str], now: float) -> tuple[str | None, float]:
         """Return the peer to ask now, or None and how many seconds to wait at most."""
+        # Once a round: otherwise a peer that proposes for ever would keep us from all others.
+        for peer in order if self._proposed else ():
+            if peer in self._proposed and peer not in self._not_before:
+                return peer, 0.0
         order = order[:ASKED_AT_MOST]
         for peer in order:
             if self._not_before.get(peer, now) <= now + SLACK_S:
@@ -235,15 +252,15 @@ class PartnerQueue:
         return None, min([self._patience.sleep_s, *(self._not_before[peer] - now for peer in order)])
 
     def declined(self, peer: str, declined: Decline, now: float) -> None:
+        """Ask this peer again when it says, for which no bound is needed: once its round is open, it may ask us."""
         if declined.reason is DeclineReason.LEAVING:
             self._not_before[peer] = math.inf
         else:
             self.put_off(peer, declined.retry_after_s, now)
 
     def put_off(self, peer: str, seconds: float, now: float) -> None:
-        """Ask this peer again only after so long, `sleep_s` at most, and a jitter."""
-        bounded_s = seconds if 0.0 <= seconds <= self._patience.sleep_s else self._patience.sleep_s
-        self._not_before[peer] = now + bounded_s + self._rng.uniform(0.5, 1.5) * self._patience.jitter_s
+        """Ask this peer again only after so long and a jitter."""
+        self._not_before[peer] = now + seconds + self._rng.uniform(0.5, 1.5) * self._patience.jitter_s
 
     def nobody_left(self, peers: Iterable[str]) -> bool:
         """Say whether all of these have told us that they are leaving; true where there are none."""

@@ -14,16 +14,16 @@ first drains the replica, and takes the whole step before it admits microbatches
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from itertools import takewhile
 from typing import NamedTuple
 
 from gossip.exchange.codec import Sides
 from gossip.exchange.messages import Accept, Decline, Implausible, Probe, Propose, Weights
 from gossip.exchange.swap import check_own, check_probe, conclude, gap, size_bytes, swap
 from gossip.interface import Conversation, GossipReplica, MeetingLost, OuterStepTaken, PartnerTooStale, RoundContext
-from gossip.rounds.matching import ASKED_AT_MOST, answer
+from gossip.rounds.matching import answer
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, Step
 from gossip.rounds.round_state import Meeting, PendingStep, Prefetch, RoundState, now
 from gossip.rule import outer_step
@@ -67,6 +67,7 @@ class MeetingProtocol:
         round_state.counts["proposals_received"] += 1
         reply = answer(round_state.answer_state(peer), peer, proposal)
         if isinstance(reply, Decline):
+            round_state.note_proposal(peer)
             await conversation.send(reply)
             return
         meeting = round_state.engage(peer, proposal.round)
@@ -80,8 +81,8 @@ class MeetingProtocol:
         order = round_state.partners.order(round_state.schedule.round)
         delay_s = round_state.schedule.preference_delay_s
         # Later preferences wait longer, so the good enough are the first ones.
-        good_enough = takewhile(lambda place: not delay_s(place, len(order)), range(min(len(order), ASKED_AT_MOST)))
-        return round_state.queue.next([order[place] for place in good_enough], now())
+        good_enough = bisect_right(range(len(order)), 0.0, key=lambda place: delay_s(place, len(order)))
+        return round_state.queue.next(order[:good_enough], now())
 
     async def _ask(self, peer: str) -> None:
         round_state, patience = self._round_state, self._round_state.timeouts
@@ -218,9 +219,12 @@ class MeetingProtocol:
         adopted = whose is outer_step.WhoseWeights.THEIRS
         sent, received = size_bytes(mine, swapped.sent), size_bytes(theirs, swapped.came)
 
-        async def commit() -> None:
+        def must_go_on() -> None:
             if round_state.meeting is not meeting:
                 raise ConnectionAbortedError("the round was given up meanwhile")
+
+        async def commit() -> None:
+            must_go_on()
             round_state.counts["spared"] += swapped.spared
             if swapped.step is None:
                 self._note_too_stale(meeting.partner, their_staleness, sent, received)
@@ -242,6 +246,7 @@ class MeetingProtocol:
             last_met = outer_step.last_met_after(own, partner, adopted=adopted)
             await self._step(PendingStep(swapped.step, snapshot.inner_steps, event, last_met))
 
+        must_go_on()  # a partner that has our acknowledgement takes the step
         await conclude(conversation, commit, asked=asked)
 
     def _note_too_stale(self, partner: str, partner_staleness: int, sent: int, received: int) -> None:

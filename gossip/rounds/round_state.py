@@ -338,6 +338,7 @@ class RoundState:
         """End the round, and its meeting if there was one, with a step, which `take` computes from now on."""
         if not isinstance(self.phase, Closed | InMeeting):
             raise self._illegal("step")
+        self.queue.forget_proposals()
         if isinstance(self.phase, InMeeting):
             self._note_met(self.phase.meeting.partner)
         self.phase = Stepping(pending, asyncio.create_task(take(pending), name="outer step"))
@@ -405,6 +406,11 @@ class RoundState:
     def ask(self, peer: str) -> None:
         self.asking = peer
         self.counts["proposals_sent"] += 1
+
+    def note_proposal(self, peer: str) -> None:
+        """Remember who waits for a partner while we cannot meet it: at most as many names as the roster has."""
+        if peer in self.partners.peers:
+            self.queue.proposed(peer)
 
     def note_vain_meeting(self, partner: str) -> None:
         """Put this partner off, and count the meeting against its bound for this round."""

@@ -145,10 +145,13 @@ class AdmissionHook(NetworkHook):
         while True:
             await asyncio.sleep(SHOWN_EVERY_S)
             for peer in tuple(self._welcomes)[:1]:
-                del self._welcomes[peer]
-                with suppress(ConnectionError, PermissionError, TimeoutError):
+                # Known meanwhile, or each message of a call would wait for a showing of its own.
+                self._welcomes[peer] = self._welcomes.pop(peer)
+                try:
                     async with asyncio.timeout(PATIENCE_S):
                         await self._show(peer)
+                except (ConnectionError, PermissionError, TimeoutError):
+                    self._welcomes.pop(peer, None)
 
     def stamped(self, value: bytes) -> bytes:
         return stamped(self.held.raw, value)

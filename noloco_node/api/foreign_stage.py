@@ -190,7 +190,9 @@ class ForeignStage:
 
     @torch.no_grad()
     def weights(self, less: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        copies = (each.detach().to("cpu", torch.float32, copy=True) for each in self._parameters)
+        # Those of gossip lie one value behind the other, whatever strides the program's have.
+        rows = torch.contiguous_format
+        copies = (each.detach().to("cpu", torch.float32, copy=True, memory_format=rows) for each in self._parameters)
         return tuple([own.sub_(other).bfloat16() for own, other in zip(copies, less, strict=True)] if less else copies)
 
     @torch.no_grad()
@@ -204,7 +206,7 @@ class ForeignStage:
             own.add_(given.to(own.device))
 
     def current_weights(self) -> tuple[Tensor, ...]:
-        return tuple([each.detach().to("cpu") for each in self._parameters])
+        return tuple([each.detach().to("cpu").contiguous() for each in self._parameters])
 
     def optimiser_state(self) -> OptimiserState:
         return OptimiserState(0, ())

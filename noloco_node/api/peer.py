@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from os import PathLike, fspath
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 from weakref import WeakMethod
 
@@ -18,6 +17,7 @@ from noloco_node.cli.options import JoinOptions, default_home, invite_text
 from noloco_node.journal import events
 from noloco_node.machine.signals import Departure
 from noloco_node.run.peer_state import PeerState
+from noloco_node.storage.home import typed
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.invite import Invite
 
@@ -69,12 +69,14 @@ def parsed(invite: str | PathLike[str], options: Mapping[str, object]) -> tuple[
     Raises `UserError` for what cannot be read.
     """
     given: dict[str, Any] = dict(options)
-    given |= {name: Path(given[name]).expanduser() for name in ("home", "weights") if name in given}
+    paths = {name: given[name] for name in ("home", "weights") if isinstance(given.get(name), str | PathLike)}
+    given |= {name: typed(path) for name, path in paths.items()}
     if isinstance(given.get("data"), PathLike):
         given["data"] = fspath(given["data"])
     for name in given.keys() & {"listen", "announce", "sample", "log_to"}:
         # A text is a sequence too: of its letters.
-        given[name] = [given[name]] if isinstance(given[name], str) else list(given[name])
+        if isinstance(given[name], str | Sequence):
+            given[name] = [given[name]] if isinstance(given[name], str) else list(given[name])
     read = JoinOptions(**given, linger=STAYS_S)
     check_options(read)
     return invites.parse(invites.found(invite_text(str(invite)), read.home or default_home("node"))), read

@@ -24,6 +24,7 @@ from noloco_node.run.presets import check_free, check_named, write_text
 from noloco_node.run.runfile import decode_run
 from noloco_node.run.validation import WEIGHT_FILE
 from noloco_node.storage import atomic_file
+from noloco_node.storage.home import typed
 from noloco_node.storage.weight_store import described
 
 _HINT = "another path, or overwrite=True"
@@ -56,7 +57,7 @@ def init(
     (docs/reference.md). Raises `noloco_node.errors.UserError` that names the field at fault.
     """
     steps, every = _whole("steps", steps), _whole("every", every)
-    path = Path(path).expanduser()
+    path = typed(path)
     check_named(path)
     weights = path.with_suffix(".safetensors")
     if isinstance(model, nn.ModuleList):  # it computes nothing by itself
@@ -211,6 +212,12 @@ def _foreign(model: nn.Module | Sequence[nn.Module], parameters: Mapping[str, nn
 
 def _write_weights(path: Path, parameters: Mapping[str, nn.Parameter]) -> None:
     values = {name: each.detach().to("cpu", torch.float32).contiguous() for name, each in parameters.items()}
+    if wrong := next((name for name, each in values.items() if not each.isfinite().all()), None):
+        raise config_error(
+            f"The parameter {wrong} holds what is no finite number.",
+            "the run begins with these weights, and nothing could be learnt from them",
+            "make the module anew, or load a checkpoint of before it diverged",
+        )
     what = f"The weights cannot be written to {path}."
     with os_errors_as(storage_error, what, "free some space, or a directory that exists and is yours"):
         atomic_file.write_tensors(path, [atomic_file.array(name, each) for name, each in values.items()], "")

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from os import PathLike
-from pathlib import Path
 from typing import Any, TypeVar
 
 from noloco_node.api.loop_thread import LoopThread, finished
@@ -16,6 +15,7 @@ from noloco_node.cli.options import default_home, invite_text
 from noloco_node.export.sources import check_export
 from noloco_node.observe.roster_observer import RosterObserver
 from noloco_node.observe.swarm_view import PeerView, SwarmView, plain
+from noloco_node.storage.home import typed
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.access import Visitor, visited
 from noloco_node.tasks import background
@@ -67,7 +67,7 @@ class Swarm:
 
     def __init__(self, invite: str | PathLike[str], *, home: str | PathLike[str] | None = None) -> None:
         """Raise `noloco_node.errors.UserError` for what is no invite. `home`: has our ticket in a run with an owner."""
-        self._home = default_home("node") if home is None else Path(home).expanduser()
+        self._home = default_home("node") if home is None else typed(home)
         self._invite = invites.found(invite_text(str(invite)), self._home)
         invites.parse(self._invite)
 
@@ -121,11 +121,11 @@ def export(
     or, of a foreign module, `model.safetensors` with its trained parameters by name. Raises
     `noloco_node.errors.UserError`.
     """
-    place = default_home("node") if home is None else Path(home).expanduser()
+    place = default_home("node") if home is None else typed(home)
     given = None if invite is None else invites.found(invite_text(str(invite)), place)
     each_home = [homes] if isinstance(homes, str | PathLike) else homes
-    directories = [Path(each).expanduser() for each in each_home]
-    target = Path(out).expanduser()
+    directories = [typed(each) for each in each_home]
+    target = typed(out)
     check_export(target, given, directories)
     from noloco_node.export.exporter import export as export_model
 

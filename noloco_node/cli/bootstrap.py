@@ -7,7 +7,6 @@ depend on it. A new bootstrap peer takes the place of a lost one by any invite t
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,7 @@ from noloco_node.libp2p.settings import EVERYWHERE, Capacity, NetworkSettings, R
 from noloco_node.machine.memory import machine_free_bytes, share_arenas
 from noloco_node.machine.signals import departure, run
 from noloco_node.machine.system import allow_files
+from noloco_node.node.health import SKEW_S, wrong_clock
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import short
 from noloco_node.run.config import RunConfig
@@ -50,7 +50,7 @@ from noloco_node.swarm.invite import KeptInvite, from_where, met_before
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import HISTORY_SCHEMA, HISTORY_TOPIC, SCHEMA, TOPIC, RunFileText, RunHistory
-from noloco_node.tasks import supervised
+from noloco_node.tasks import loop_s, supervised
 from noloco_node.terminal import say, sign, warn
 from noloco_node.web.places import metrics_place
 from noloco_node.web.served_views import views_served
@@ -158,7 +158,7 @@ async def host(options: BootstrapOptions) -> None:
                 looking = (
                     supervised("noting how far the run is", lambda: history.follow(membership), warn),
                     supervised("keeping the invite", lambda: kept.follow(membership), warn),
-                    supervised("the line about the swarm", lambda: _tell(membership), warn),
+                    supervised("the line about the swarm", lambda: tell_of(membership), warn),
                     views.follow(membership, network, recipe),
                 )
                 running = (membership.run(), admissions.watch(), *looking)
@@ -205,15 +205,17 @@ def _invite_of_same_run(given: str, recipe: RunFileText, run_file: Path) -> invi
     return invite
 
 
-async def _tell(membership: Membership) -> None:
-    """Say how many replicas each stage has, whenever that changes and every minute."""
+async def tell_of(membership: Membership) -> None:
+    """Say how many replicas each stage has, whenever that changes and every minute; and that our clock is wrong."""
     shown, shown_at = "", 0.0
     while True:
         await membership.changed()
         line = census(membership.roster)
-        if line != shown or time.monotonic() - shown_at > LINE_EVERY_S:
+        if line != shown or loop_s() - shown_at > LINE_EVERY_S:
             say(line)
-            shown, shown_at = line, time.monotonic()
+            if (skew_s := membership.skew_s) is not None and abs(skew_s) >= SKEW_S:
+                warn(wrong_clock(skew_s).text)
+            shown, shown_at = line, loop_s()
 
 
 def census(roster: Roster) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,17 +14,23 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
-from math import inf, isfinite, nan, prod
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, get_args, get_type_hints
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from msgspec import structs
 
 from noloco_node.admission.ticket import MEMBER
 from noloco_node.cli.join_devices import divided, join_each, named_devices
-from noloco_node.cli.options import JoinOptions, KeptInviteArgument, default_home, directory_there, page_place
+from noloco_node.cli.options import (
+    JoinOptions,
+    KeptInviteArgument,
+    check_values,
+    default_home,
+    directory_there,
+    page_place,
+)
 from noloco_node.data.dataset_documents import check_source
 from noloco_node.doctor.machine_checks import require_disk
-from noloco_node.errors import usage_error
 from noloco_node.journal import events
 from noloco_node.journal.reader import read
 from noloco_node.journal.writer import Journal
@@ -88,18 +93,7 @@ def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
 
 def check_options(options: JoinOptions) -> None:
     """Raise `UserError` for options of a node that cannot be used, whoever gives them: a person or a program."""
-    for name, hint in get_type_hints(JoinOptions, include_extras=True).items():
-        (kind, option), given = get_args(hint), getattr(options, name)
-        if option.min is None or given is None:
-            continue
-        most, is_whole = inf if option.max is None else option.max, int in (kind, *get_args(kind))
-        try:
-            number = operator.index(given) if is_whole else float(given)
-        except (TypeError, ValueError):
-            number = nan
-        if isinstance(given, bool) or not (isfinite(number) and option.min <= number <= most):
-            why = f"it is no {'whole ' * is_whole}number from {option.min:g} to {most:g}"
-            raise usage_error(f"{name} = {given!r} cannot be used.", why, f"{name}={option.min:g}, or leave it out")
+    check_values(options)
     _ = options.allowance, options.most_memory_bytes, options.most_ram_bytes, options.most_disk_bytes
     _ = metrics_place(options.metrics, is_open=options.metrics_open)
     _ = page_place(options.web, is_open=options.web_open), checked_name(options.name), options.prompts, options.curves
@@ -258,7 +252,7 @@ class _Participant:
             kept = KeptInvite(self.home.invite, self.access.invite, await network.addresses(), say)
             say(f"an invite of our own, kept in {self.home.invite}: {invites.without_secret(kept.keep())}")
             beside = (
-                self.access.renew(say),
+                supervised("renewing our ticket", partial(self.access.renew, say), warn),
                 supervised("noting how far the run is", partial(history.follow, node.membership), warn),
                 supervised("keeping the invite", partial(kept.follow, node.membership), warn),
                 self.views.follow(node.membership, network, recipe),

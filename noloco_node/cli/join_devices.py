@@ -21,6 +21,7 @@ from noloco_node.demo.swarm_processes import cores
 from noloco_node.errors import NEEDS_A_PERSON, Exit, UserError, usage_error
 from noloco_node.machine.interface import check_device_name
 from noloco_node.machine.signals import departure
+from noloco_node.storage.home import typed
 from noloco_node.swarm import invite as invites
 from noloco_node.tasks import background
 from noloco_node.terminal import DEVICE_VARIABLE, say, terminal_options
@@ -77,7 +78,7 @@ def divided(options: JoinOptions, names: list[str], free_ram: int) -> list[JoinO
         replace(
             shares,
             device=name,
-            home=home.expanduser().absolute() / name.replace(":", "-"),
+            home=typed(home).absolute() / name.replace(":", "-"),
             listen=_counted_up(options.listen, place),
             announce=_counted_up(options.announce, place),
             metrics=None if options.metrics is None else _with_port_up(options.metrics, place),

@@ -14,6 +14,7 @@ from noloco_node.cli.options import (
     HomeOption,
     LocalOption,
     OwnerOption,
+    all_there,
     default_home,
     directory_there,
     invite_text,
@@ -121,7 +122,11 @@ def export(
 def evaluate(
     directories: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="DIR", help="Directories that `export` wrote; other models and adapters with --data."),
+        typer.Argument(
+            metavar="DIR",
+            help="Directories that `export` wrote; other models and adapters with --data.",
+            callback=all_there,
+        ),
     ] = None,
     from_home: HomesOption = None,
     weights: AdaptedOption = None,
@@ -149,7 +154,12 @@ def evaluate(
 
 def generate(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A directory that `export` wrote, or another model or adapter.")
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            help="A directory that `export` wrote, or another model or adapter.",
+            callback=directory_there,
+        ),
     ],
     prompt: Annotated[str, typer.Option(help="Text to go on from; in a run of messages, what a user says.")],
     weights: AdaptedOption = None,

@@ -5,14 +5,17 @@ An option of any other single command stands with that command.
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf, isfinite, nan
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args, get_type_hints
 
+import msgspec
 import typer
 
 from noloco_node.errors import config_error, reason_of, usage_error
@@ -20,7 +23,7 @@ from noloco_node.limits.budget import OwnerLimits, read_owner_limits, read_size
 from noloco_node.observe.curves import CurveFormat, read_formats
 from noloco_node.run.config import MOST_SLOWDOWN
 from noloco_node.storage.checkpoint import KEPT
-from noloco_node.storage.home import HomePaths
+from noloco_node.storage.home import HomePaths, typed
 from noloco_node.terminal import warn
 from noloco_node.web.places import PagePlace, kept_token, new_token, parse_place
 
@@ -62,17 +65,44 @@ def invite_text(given: str | None) -> str | None:
 
 def directory_there(given: Path | None) -> Path | None:
     """Return a directory that a person named; `UserError` (CONFIG) if it does not exist."""
-    if given is not None and not given.expanduser().is_dir():
-        why = "it is a file" if given.expanduser().exists() else "nothing has this name"
+    # Unlike those of Path, these functions take a path of any length.
+    if given is not None and not os.path.isdir(place := typed(given)):
+        why = "it is a file" if os.path.exists(place) else "nothing has this name"
         hint = "an existing directory; it is read relative to the one in which the command was started"
         raise config_error(f"There is no directory {str(given)!r}.", why, hint)
     return given
 
 
-def _all_there(given: Sequence[str] | None) -> Sequence[str] | None:
+def all_there(given: Sequence[str | Path] | None) -> Sequence[str | Path] | None:
     for each in given or ():
         directory_there(Path(each))
     return given
+
+
+def check_values(options: object) -> None:
+    """Raise `UserError` (USAGE) for a field of a dataclass of options that is not of its type, or outside its bounds.
+
+    Typer has checked what a person typed; a program, or the comment of a run file, may give anything.
+    """
+    for name, hint in get_type_hints(type(options), include_extras=True).items():
+        (kind, option), given = get_args(hint), getattr(options, name)
+        if given is None or option.min is None:
+            try:
+                msgspec.convert(given, kind)
+            except msgspec.ValidationError as error:
+                why = str(error).replace("`", "")
+                raise usage_error(
+                    f"{name} = {given!r} cannot be used.", why, "another value, or leave it out"
+                ) from error
+            continue
+        most, is_whole = inf if option.max is None else option.max, int in (kind, *get_args(kind))
+        try:
+            number = operator.index(given) if is_whole else float(given)
+        except (TypeError, ValueError):
+            number = nan
+        if isinstance(given, bool) or not (isfinite(number) and option.min <= number <= most):
+            why = f"it is no {'whole ' * is_whole}number from {option.min:g} to {most:g}"
+            raise usage_error(f"{name} = {given!r} cannot be used.", why, f"{name}={option.min:g}, or leave it out")
 
 
 KeptInviteArgument = Annotated[
@@ -136,7 +166,7 @@ LocalOption = Annotated[
         metavar="DIR",
         help="A directory of this machine that the run file may name, with a tokenizer. May be given more than "
         "once. The file comes from others: nothing else of this machine is read for it.",
-        callback=_all_there,
+        callback=all_there,
     ),
 ]
 WeightsOption = Annotated[
@@ -194,8 +224,12 @@ WebOpenOption = Annotated[
 
 
 def default_home(kind: str) -> Path:
-    """Return the usual home of a node, or of a bootstrap peer."""
-    return Path.home() / ".noloco" / kind
+    """Return the usual home of a node, or of a bootstrap peer; raise `UserError` (USAGE) for a user without any."""
+    try:
+        return Path.home() / ".noloco" / kind
+    except RuntimeError as error:  # in a container, a user by number alone
+        why = "neither HOME nor the system's list of users names one"
+        raise usage_error("This user has no home directory.", why, "--home with a directory of yours") from error
 
 
 def page_place(web: str | None, *, is_open: bool, home: HomePaths | None = None) -> PagePlace | None:

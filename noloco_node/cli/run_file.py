@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from noloco_node.admission.owner_files import key_file, make_key, public_half, save_key
-from noloco_node.cli.options import CapOption, DownloadOption, UploadOption, directory_there
-from noloco_node.errors import config_error, usage_error
+from noloco_node.cli.options import CapOption, DownloadOption, UploadOption, check_values, directory_there
+from noloco_node.errors import UserError, config_error, usage_error
 from noloco_node.limits.budget import read_owner_limits, read_rate, read_size
 from noloco_node.machine.signals import unwound
 from noloco_node.run.config import NO_ADAPTER, AdapterConfig, AdmissionRule
 from noloco_node.run.fields import converted
 from noloco_node.run.presets import check_free, check_named, machines_of, run_text, with_owner, with_values, write_text
 from noloco_node.run.runfile import decode_run, load_run
+from noloco_node.storage.home import typed
 
 if TYPE_CHECKING:
     from noloco_node.planning.throughput import Machines
@@ -94,11 +95,14 @@ class MachineOptions:
             pairs = zip(words[::2], words[1::2], strict=True)
             found = {word.removeprefix("--").replace("-", "_"): value for word, value in pairs}
             read = {name: type(USUAL.get(name, ""))(value) for name, value in found.items()}
-            return MachineOptions(**read | self._given())
-        except (ValueError, TypeError) as error:
+            completed = MachineOptions(**read | self._given())
+            check_values(completed)
+            return completed
+        except (ValueError, TypeError, UserError) as error:
+            why = error.why if isinstance(error, UserError) else error
             raise config_error(
                 f"The comment of {path} names machines that cannot be read.",
-                f"{error}: {named}",
+                f"{why}: {named}",
                 f"write  noloco-node check FILE {MachineOptions().in_words()}  or take that line out",
             ) from error
 
@@ -325,6 +329,6 @@ def data(
     from noloco_node.data.encoding import with_tokenizer_in
     from noloco_node.data.row_preview import preview
 
-    read = read if weights is None else with_tokenizer_in(read, weights.expanduser())
+    read = read if weights is None else with_tokenizer_in(read, typed(weights))
     for line in preview(run, read):
         typer.echo(line)

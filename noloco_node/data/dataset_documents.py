@@ -29,7 +29,6 @@ END_BYTES = 4096  # of a file's beginning and end, by which it is known again
 CHUNK_ROWS = 8192
 CHUNK_CHARACTERS = 8 * 1024 * 1024
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)  # before the tries after the first; then the source is given up
-OPENING_PAUSES = 3  # so many of them when a source is opened: the person who starts a node waits for it
 SUFFIXES = {
     "json": tuple(
         f".{kind}{packed}" for kind in ("jsonl", "json", "ndjson") for packed in ("", ".gz", ".bz2", ".zst", ".xz")
@@ -61,7 +60,8 @@ class RowDocuments:
         self._rows_left: Iterator[Any] | None = None
         self._shard: Any = None
         self.retries = 0
-        self._stream: Any = self._persist(lambda: _narrow(load(), data.row_fields), PAUSES_S[:OPENING_PAUSES])
+        # Once: the hub's library itself tries for half a minute, and the person who starts a node waits for it.
+        self._stream: Any = self._persist(lambda: _narrow(load(), data.row_fields), ())
         self._shards: int = self._stream.num_shards
         self._epoch = self._turn = self._number = self._index = self._in_epoch = 0
         self._state: Any = None
@@ -169,7 +169,8 @@ class RowDocuments:
         if self._first_pass:  # a chunk that had to be read again is counted once
             for each in bad:
                 self.unread.note(*each)
-        if not self._texts_seen and self.rows_seen >= CHUNK_ROWS:
+        # A pass over files ends, and says the same then; over a data set of the hub it may take weeks.
+        if self._data.source == "hub" and not self._texts_seen and self.rows_seen >= CHUNK_ROWS:
             raise self._no_text()
         return chunk or _Chunk(texts, names, None)
 
@@ -199,14 +200,15 @@ class RowDocuments:
 
     def _persist(self, attempt: Callable[[], T], pauses_s: Sequence[float] | None = None) -> T:
         from datasets.exceptions import DatasetsError
-        from datasets.utils.file_utils import CONNECTION_ERRORS_TO_RETRY
 
         for pause_s in (*(PAUSES_S if pauses_s is None else pauses_s), None):
             try:
                 return attempt()
+            except UserError:
+                raise
             except (FileNotFoundError, PermissionError, DatasetsError, *_WRONG_DATA) as e:
                 raise self._unreadable(e, "check [data] in the run file against the data set") from e
-            except (OSError, *CONNECTION_ERRORS_TO_RETRY) as e:
+            except Exception as e:  # the libraries behind a stream raise errors of several others
                 self._let_go()
                 self.retries += 1
                 if pause_s is None:
@@ -279,7 +281,16 @@ def load_rows(data: DataConfig) -> Any:
 
 
 def check_source(source: str) -> None:
-    """Raise `UserError` if the source that a person named is not understood, or has no file here; ask no hub."""
-    data = DataConfig().with_source(source)
-    if data.path is not None and data.source != "hub":
-        find_files(data.path, SUFFIXES.get(data.source, ("",)))
+    """Raise `UserError` if the source that a person named is not understood, or has no file here; ask no hub.
+
+    Several sources for a mixture are joined by +, which a single one may have in its path.
+    """
+    try:
+        data = DataConfig().with_source(source)
+        if data.path is not None and data.source != "hub":
+            find_files(data.path, SUFFIXES.get(data.source, ("",)))
+    except UserError:
+        if "+" not in source:
+            raise
+        for each in source.split("+"):
+            check_source(each)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from noloco_node.errors import config_error
 from noloco_node.run.config import TOKENIZER_FILES, DataConfig
+from noloco_node.storage.home import typed
 
 BYT5_VOCABULARY = 384
 _BYT5_END, _BYT5_OFFSET = 1, 3
@@ -59,7 +61,7 @@ def open_encoder(data: DataConfig, tokenizer: Any = None) -> Encoder:
         )
 
     def encode(text: str) -> Tensor:
-        encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+        encoded = tokenizer(of_unicode(text), add_special_tokens=False, split_special_tokens=True, verbose=False)
         return torch.tensor(encoded["input_ids"], dtype=torch.int32)
 
     begin = _beginning(tokenizer)
@@ -78,10 +80,15 @@ def _name_of(data: DataConfig) -> str:
     """Return the identity of a tokenizer; of a directory, whose path varies, a digest of its files."""
     if data.tokenizer_commit is not None:
         return f"{data.tokenizer}@{data.tokenizer_commit}"
-    files = (Path(data.tokenizer).expanduser() / name for name in TOKENIZER_FILES)
+    files = (typed(data.tokenizer) / name for name in TOKENIZER_FILES)
     return hashlib.sha256(
         b"".join(hashlib.sha256(each.read_bytes()).digest() for each in files if each.is_file())
     ).hexdigest()
+
+
+def of_unicode(text: str) -> str:
+    """Return a text with ? for half a surrogate pair, as JSON and a command line may hold: no tokenizer takes one."""
+    return text.encode(errors="replace").decode()
 
 
 def encode_bytes(text: str) -> Tensor:
@@ -117,8 +124,8 @@ def _loaded(data: DataConfig) -> Any:
         )
     from transformers import AutoTokenizer
 
-    directory = Path(data.tokenizer).expanduser()
-    if data.tokenizer_commit is None and not directory.is_dir():
+    directory = typed(data.tokenizer)
+    if data.tokenizer_commit is None and not os.path.isdir(directory):
         raise config_error(
             f"data.tokenizer: there is no directory {data.tokenizer!r}.",
             why="without data.tokenizer_commit it is a local directory",
@@ -137,8 +144,8 @@ def _loaded(data: DataConfig) -> Any:
 
 
 def vocab_size(data: DataConfig) -> int:
-    """Return the number of ids of the run's tokenizer, special tokens included."""
-    return BYT5_VOCABULARY if data.has_byte_tokenizer else len(open_tokenizer(data))
+    """Return how many ids reach up to the highest of the run's tokenizer, special tokens and gaps included."""
+    return BYT5_VOCABULARY if data.has_byte_tokenizer else 1 + max(open_tokenizer(data).get_vocab().values())
 
 
 def check_vocabulary(data: DataConfig, model_vocabulary: int) -> None:
@@ -147,7 +154,7 @@ def check_vocabulary(data: DataConfig, model_vocabulary: int) -> None:
     if model_vocabulary < needed:
         raise config_error(
             f"The model's vocabulary of {model_vocabulary} is smaller than the tokenizer's.",
-            why=f"{data.tokenizer} has {needed} tokens, and one beyond the vocabulary has no embedding",
+            why=f"the ids of {data.tokenizer} go up to {needed - 1}, and one beyond the vocabulary has no embedding",
             hint=f"vocab_size = {needed} or more in [model.sizes], in a program's stages as many embeddings and "
             "logits; or another data.tokenizer",
         )

@@ -17,12 +17,13 @@ import sysconfig
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from random import Random
 from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
 
-from noloco_node.errors import config_error
+from noloco_node.errors import config_error, os_errors_as
 from noloco_node.terminal import warn
 
 _MOST_NEWS = 64
@@ -52,7 +53,8 @@ class UnreadText:
         """Count the text at `where`. `kind`: the rest of the sentence, the same for all counted together."""
         before = self.counts.get(kind, 0)
         self.counts[kind] = before + count
-        self._first.setdefault(kind, where)
+        # The name of a file may be no text, which no journal could hold.
+        self._first.setdefault(kind, where.encode(errors="backslashreplace").decode())
         if before == 0 or len(str(before)) < len(str(before + count)):
             self._say(kind)
 
@@ -341,9 +343,16 @@ def find_files(path: str, suffixes: tuple[str, ...] = ("",)) -> list[tuple[str, 
         matches = sorted(match for match in glob.iglob(given, recursive=True) if os.path.isfile(match))
         found = [(Path(os.path.relpath(match, root or ".")).as_posix(), Path(match)) for match in matches]
     if not found:
+        what = f"There is no data at {path!r}."
+        # A glob is no directory; one that the system refuses to list only looks empty.
+        with (
+            os_errors_as(config_error, what, "a path that the user of this node may read, and its directories list"),
+            suppress(FileNotFoundError, NotADirectoryError),
+        ):
+            os.listdir(given)
         of_kind = "" if suffixes == ("",) else f"{' or '.join(suffixes)} "
         raise config_error(
-            f"There is no data at {path!r}.",
+            what,
             why=f"it is no file, no directory with {of_kind}files in it, and no glob that matches one",
             hint="an existing path; it is read relative to the directory in which the command was started",
         )

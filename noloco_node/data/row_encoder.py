@@ -19,7 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from noloco_node.data.encoding import Encoder, open_encoder, open_tokenizer
+from noloco_node.data.encoding import Encoder, of_unicode, open_encoder, open_tokenizer
 from noloco_node.data.row_forms import ASSISTANT, data_error
 from noloco_node.run.config import DataConfig
 from pipeline.activation_codec import first, given, ids_of, learnt
@@ -108,7 +108,7 @@ class RowEncoder:
             ids = self._plain.encode(text).tolist()
             return [*self._plain.begin, *ids] if ids else []
         try:
-            written = self._template.render([{"role": "user", "content": text}], True)
+            written = self._template.render([{"role": "user", "content": of_unicode(text)}], True)
         except Exception as error:  # a template may raise whatever it likes
             raise data_error(
                 "The chat template does not write this prompt.",

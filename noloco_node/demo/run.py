@@ -40,7 +40,7 @@ from noloco_node.run.config import RunConfig
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
 from noloco_node.storage.atomic_file import write_whole
-from noloco_node.storage.home import Home, HomePaths
+from noloco_node.storage.home import Home, HomePaths, typed
 from noloco_node.units import format_bytes, format_clock
 from noloco_node.web.places import PagePlace
 from noloco_node.web.server import Page, page_served
@@ -131,7 +131,7 @@ def claim_output_dir(wanted: Path, mark: bytes) -> Home:
 
     Raises `UserError` where it holds other files, or cannot be written.
     """
-    wanted = wanted.expanduser().absolute()
+    wanted = typed(wanted).absolute()
     if (names := _names(wanted)) and MARK not in names:
         raise usage_error(
             f"{wanted} is not empty, and not a demo's",

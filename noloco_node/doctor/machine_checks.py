@@ -22,7 +22,7 @@ from noloco_node.libp2p.settings import ensure_identity
 from noloco_node.machine.memory import bytes_beside, free_bytes, machine_free_bytes, usable_bytes, wanted_bytes
 from noloco_node.machine.system import allow_files, allowed_files
 from noloco_node.storage.checkpoint import KEPT, files
-from noloco_node.storage.home import HomePaths, RunPaths
+from noloco_node.storage.home import HomePaths, RunPaths, typed
 from noloco_node.terminal import say
 from noloco_node.units import format_bytes
 
@@ -221,7 +221,7 @@ def announce_torch() -> None:
 
 def _identity(home: Path) -> Finding:
     """Say the node's peer id: an owner who lists peers must know it before the node can join."""
-    path = HomePaths(home.expanduser().absolute())
+    path = HomePaths(typed(home).absolute())
     try:
         path.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         ensure_identity(path.identity)
@@ -251,7 +251,7 @@ def _device(wish: str) -> tuple[Finding, int | None]:
 
 def _free_disk(home: Path, places: Iterable[RunPaths]) -> int | None:
     """Return the free bytes of the home's disk, with those of checkpoints in `places`, which new ones replace."""
-    place = home.expanduser().absolute()
+    place = typed(home).absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
     try:

@@ -11,7 +11,7 @@ from torch import Tensor
 from noloco_node.errors import UserError, config_error, usage_error
 from noloco_node.planning.model_layout import ModelLayout, frozen_whole, hub_directory
 from noloco_node.run.config import ModelConfig, RunConfig
-from noloco_node.storage.home import HomePaths
+from noloco_node.storage.home import HomePaths, typed
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm.run_distribution import RunFileText
 from pipeline.adapters.frozen_weights import Form
@@ -37,7 +37,7 @@ def base_files(recipe: RunFileText, homes: Sequence[Path], given: Path | None = 
     if (directory := hub_directory(model)) is not None:
         return sorted(directory.glob("*.safetensors"))
     if given is not None:
-        frozen = any((given.expanduser() / each.file).exists() for each in model.frozen_files)
+        frozen = any((typed(given) / each.file).exists() for each in model.frozen_files)
         store = WeightStore.whole(given, model.frozen_files if frozen else model.weights)
         return [store.directory / each.file for each in store.files]
     for place in (place.weights for home in homes for place in HomePaths(home).places_of(recipe.digest)):
@@ -104,7 +104,7 @@ def peft_adapter(
     settings: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": run.model.hub or (None if base is None else str(base.expanduser().absolute())),
+        "base_model_name_or_path": run.model.hub or (None if base is None else str(typed(base).absolute())),
         "revision": run.model.commit,
         "r": layout.adapter.rank,
         "lora_alpha": layout.adapter.alpha,

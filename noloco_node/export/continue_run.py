@@ -24,6 +24,7 @@ from noloco_node.run.config import (
 )
 from noloco_node.run.fields import toml
 from noloco_node.run.presets import numbers_of, with_fields, written
+from noloco_node.storage.home import typed
 from noloco_node.storage.weight_store import LARGEST_FILE_BYTES, described
 from noloco_node.terminal import say
 
@@ -57,7 +58,7 @@ def continuing_text(directory: Path, preset: str, adapter: AdapterConfig = NO_AD
     ByT5's is read with its own. The files are read whole, for their digests. A run of adapters has the preset's
     learning rate, and one stage: their rounds take few bytes, and between stages each token would take many.
     """
-    directory = directory.expanduser().absolute()
+    directory = typed(directory).absolute()
     given, config, files = numbers_of(preset), _config_of(directory), weight_files(directory)
     from pipeline.model_config import longest_sequence  # which loads torch
 
@@ -147,7 +148,7 @@ def weight_files(directory: Path) -> list[Path]:
             if (odd := next((each for each in names if Path(each).name != each), None)) is not None:
                 raise ValueError(f"{odd} is no file beside it")  # files travel without directories
             return [directory / name for name in names]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, RecursionError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _no_model(directory, f"{index.name} cannot be read: {error}") from error
     whole = directory / "model.safetensors"
     found = [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
@@ -215,8 +216,8 @@ def _config_of(directory: Path) -> Any:
 
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        why = str(error).partition("\n")[0]
+    except Exception as error:  # what a wrong file makes transformers raise has no common type
+        why = str(error).partition("\n")[0] or type(error).__name__
         raise _no_model(directory, f"its config.json is none that transformers knows: {why}") from error
     if not isinstance(getattr(config, "num_hidden_layers", None), int):
         raise _no_model(directory, f"a {config.model_type} model has no list of layers")

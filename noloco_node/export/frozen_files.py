@@ -22,6 +22,7 @@ from noloco_node.run.config import RunConfig
 from noloco_node.run.presets import check_free
 from noloco_node.run.runfile import decode_run
 from noloco_node.storage.atomic_file import Array, TensorBytes, array, flush, locked_aside, write_tensors
+from noloco_node.storage.home import typed
 from noloco_node.terminal import Bar, say
 from noloco_node.units import format_bytes
 from pipeline.adapters import frozen_weights
@@ -41,7 +42,7 @@ def with_frozen_files(text: str, origin: Path, out: Path, *, overwrite: bool) ->
     run = decode_run(text, "the new run file")
     if not run.adapter.is_trained or not run.model.weights:
         return text
-    origin, before_bytes = origin.expanduser(), sum(each.size_bytes for each in run.model.weights)
+    origin, before_bytes = typed(origin), sum(each.size_bytes for each in run.model.weights)
     with opened([origin / each.file for each in run.model.weights]) as files:
         arrays = _arrays(run, files)
         size_bytes = sum(each.size_bytes for each in arrays)

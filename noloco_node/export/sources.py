@@ -18,7 +18,7 @@ from noloco_node.run.fields import short
 from noloco_node.run.peer_state import Evaluation
 from noloco_node.run.runfile import decode_run, read_run_text
 from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary
-from noloco_node.storage.home import HomePaths
+from noloco_node.storage.home import HomePaths, typed
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.run_distribution import RunFileText
 
@@ -125,7 +125,7 @@ def read_provenance(directory: Path) -> Provenance:
     path = directory / NOTES
     try:
         return msgspec.json.decode(path.read_bytes(), type=Provenance)
-    except (OSError, msgspec.ValidationError, msgspec.DecodeError) as error:
+    except (OSError, RecursionError, msgspec.DecodeError) as error:
         raise config_error(
             f"{directory} is no checkpoint of a swarm.",
             why=f"{path}: {error.strerror if isinstance(error, OSError) else error}",
@@ -175,7 +175,7 @@ def model_in(directory: Path, weights: Path | None = None) -> ModelSource:
         )
     if not adapted:
         return ModelSource(directory, run)
-    return ModelSource(_adapted_by(directory) if weights is None else weights.expanduser(), run, directory)
+    return ModelSource(_adapted_by(directory) if weights is None else typed(weights), run, directory)
 
 
 def _adapted_by(directory: Path) -> Path:
@@ -188,7 +188,7 @@ def _adapted_by(directory: Path) -> Path:
         ) from error
     named = settings.get("base_model_name_or_path")
     with suppress(OSError, RuntimeError):  # a name may be of another machine: too long, of no user, or not ours to read
-        place = Path(str(named)).expanduser()
+        place = typed(str(named))
         if isinstance(named, str) and named and (place / "config.json").is_file():
             return place
     raise config_error(

@@ -23,10 +23,11 @@ from noloco_node.export.held_out_loss import WholeModel, logits_of
 from noloco_node.export.replica_fetch import reading_with_tokenizer
 from noloco_node.export.replica_files import ReplicaReader, newest
 from noloco_node.export.sources import ModelSource, check_models, recipe_of, run_of
-from noloco_node.inference.open_model import no_model, open_model
+from noloco_node.inference.open_model import check_known, no_model, open_model
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.run.config import DataConfig
 from noloco_node.terminal import say, warn
+from pipeline.activation_codec import ids_of
 from pipeline.model_config import longest_sequence
 
 LONGEST_SEQUENCE = 1024  # tokens, where nothing but the model's positions says how long a sequence should be
@@ -115,6 +116,7 @@ def _of_models(models: Sequence[ModelSource], source: str | None, batches: int |
         reading = _reading(each, source)
         model = open_model(each)
         text = _text(*reading, batches, named=source is not None)
+        check_known(model, max(int(ids_of(batch).max()) for batch in text.batches))
         say(f"evaluating {each.named} on {_sequences(text)}")
         yield Measure(str(each.named), text_loss(logits_of(model), text), unigram_entropy(text.batches), text)
 
@@ -181,7 +183,7 @@ def _reading(model: ModelSource, source: str | None) -> tuple[DataConfig, int, i
         return data, run.pipeline.sequence_length, run.seed
     try:
         config = msgspec.json.decode((model.directory / "config.json").read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, RecursionError, msgspec.DecodeError) as error:
         raise no_model(model.directory, f"its config.json cannot be read: {error}") from error
     return data, min(longest_sequence(config) or LONGEST_SEQUENCE, LONGEST_SEQUENCE), 0
 

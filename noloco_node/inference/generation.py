@@ -16,7 +16,7 @@ from noloco_node.data.token_text import Prompts, Sampling, draw
 from noloco_node.errors import config_error, usage_error
 from noloco_node.export.sources import ModelSource
 from noloco_node.inference.evaluation import reading_of
-from noloco_node.inference.open_model import open_model
+from noloco_node.inference.open_model import check_known, open_model
 from pipeline.model_config import longest_sequence
 
 
@@ -31,7 +31,7 @@ def continuation(model: Any, prompt: list[int], sampling: Sampling, ends: Collec
         with torch.inference_mode():
             output = model(torch.tensor([unread]), past_key_values=memory, use_cache=True)
         logits = output.logits[0, -1]
-        if logits.isnan().any():
+        if not logits.max().isfinite():  # NaN is the greatest
             raise config_error(
                 "The model computes what is no number.",
                 why="its weights are not finite, or too large",
@@ -60,5 +60,7 @@ def generate(model: ModelSource, prompt: str, sampling: Sampling) -> Iterator[st
             why="the prompt has no token",
             hint='a prompt with a word in it, such as --prompt "import "',
         )
-    drawn = continuation(open_model(model), prompts.tokens[prompt], sampling, prompts.ends)
+    opened = open_model(model)
+    check_known(opened, max(prompts.tokens[prompt]))
+    drawn = continuation(opened, prompts.tokens[prompt], sampling, prompts.ends)
     return chain(() if prompts.answers else (prompt,), prompts.spelled(drawn))

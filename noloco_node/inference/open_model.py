@@ -112,6 +112,17 @@ def _whole(directory: Path) -> Any:
     return model.eval()
 
 
+def check_known(model: Any, token: int) -> None:
+    """Raise `UserError` (CONFIG) if a model has no embedding of a token: torch would raise a bare error."""
+    known = len(model.get_input_embeddings().weight)
+    if token >= known:
+        raise config_error(
+            "The tokenizer is not that of the model.",
+            why=f"it makes of this text the token {token}, and the model knows {known} from 0 on",
+            hint="the tokenizer's files with which the model was trained, in its directory",
+        )
+
+
 def no_model(directory: Path, why: str) -> UserError:
     return config_error(
         f"{directory} holds no model that transformers can load.",

@@ -45,8 +45,9 @@ class Tail:
         """Return the events written since the last call, at most about a mebibyte."""
         if self._file < 0 and not self._open():
             return []
+        moved_on = self._moved_on()  # first: what is read after it is all that this file ever has
         chunk = os.read(self._file, self.CHUNK_BYTES)
-        if not chunk and self._moved_on():
+        if not chunk and moved_on:
             os.close(self._file)
             self._rest = b""
             if not self._open():

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, islice, zip_longest
 from typing import NamedTuple
 
 import msgspec
@@ -24,6 +25,7 @@ _FAMILIES = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
 RELAYS_KEY = "relays"  # of the records, after the run's id; each is a MessagePack list of addresses that end in /p2p/ID
 RELAY_PLACES = 4  # addresses of one relay
 _MOST_RELAYS = 16
+_MOST_LOOKED_AT = 1024  # addresses: anybody may publish some, and have a peer look at them by a question
 _ADDRESS_CHARACTERS = 256
 
 _PLACES = msgspec.msgpack.Decoder(list[str])
@@ -68,19 +70,21 @@ def relay_record(places: Sequence[str]) -> bytes:
 
 def relays_of(records: Mapping[str, bytes]) -> tuple[str, ...]:
     """Return the addresses of relays that records name; what is malformed counts as not said."""
-    found: list[str] = []
-    for raw in records.values():
-        try:
-            found += _PLACES.decode(raw)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            continue
-    return checked_relays(found)
+    by_turns = zip_longest(*map(_places_in, records.values()), fillvalue="")  # so that no record hides the others
+    return checked_relays(filter(None, chain.from_iterable(by_turns)))
+
+
+def _places_in(raw: bytes) -> list[str]:
+    try:
+        return _PLACES.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return []
 
 
 def checked_relays(addresses: Iterable[str]) -> tuple[str, ...]:
     """Return what is good among addresses of relays: of at most 16 relays, at most four of each."""
     found: dict[str, list[str]] = {}
-    for text in addresses:
+    for text in islice(addresses, _MOST_LOOKED_AT):
         try:
             address = parse_peer_address(text if len(text) <= _ADDRESS_CHARACTERS else "")
         except ValueError:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Self, TypeVar, cast
 
 from multiaddr import Multiaddr
 
+from noloco_node.admission.ticket import Right
 from noloco_node.libp2p.addresses import KnownPeers, PeerAddress, place_text, plain_cause, unreachable
 from noloco_node.libp2p.daemon import Daemon, start_daemon
 from noloco_node.libp2p.hivemind_compat import DaemonClient, HivemindParts, daemon_trouble, disconnect
@@ -126,7 +127,7 @@ class Control:
             control = cls(parts, daemon)
             try:
                 client = await control.bounded(parts.connect(daemon.control_path), start_s)
-            except ConnectionError as error:
+            except (OSError, EOFError) as error:  # it may die at any word
                 raise daemon_trouble(str(error)) from None
             try:
                 yield control, client
@@ -194,7 +195,7 @@ class Control:
         """
         causes = await self.connect_all(doors, wait_s)
         failed = {str(address): cause for address, cause in causes.items() if cause is not None}
-        if failed and len(failed) == len(doors):
+        if failed and len(failed) == len(causes):
             raise unreachable(failed)
         for place, cause in failed.items():
             logger.log(level, "Of the ways into the swarm %s cannot be reached: %s", place, cause)
@@ -295,6 +296,14 @@ class PeerContext(NamedTuple):
     secret: RunSecret
     switchboard: Switchboard
     known_peers: KnownPeers
+
+    def is_of_run(self, peer: str) -> bool:
+        """Say whether to meet a peer again: in a run with an owner a member, or a peer that we are told to join by.
+
+        Others may be strangers, and a peer that we greet is a neighbour in the DHT, which is given records to keep.
+        """
+        admission, told = self.settings.admission, self.settings.bootstrap
+        return admission is None or Right.TRAIN in admission.rights(peer) or any(each.endswith(peer) for each in told)
 
     def start(
         self, arguments: Sequence[str], processors: int = 0
@@ -401,7 +410,7 @@ class StreamDialer:
         topic = str(arrival.proto).removeprefix(self._secret.prefix)
         if not hmac.compare_digest(preamble.proof, self._secret.proof(peer, self._me, topic)):
             raise ConnectionRefusedError(f"{peer} does not know the run")
-        if origin:
+        if origin and self._context.is_of_run(peer):
             self._context.known_peers.note([PeerAddress(origin, peer)])
         self._context.switchboard.answer(transport, peer, topic, origin)
 

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import msgspec
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit, UserError, reason_of
 from noloco_node.libp2p.addresses import beyond_this_machine, parse_peer_address
 from noloco_node.libp2p.settings import Reachability
 
@@ -148,7 +148,7 @@ async def start_daemon(
 
     Raises `UserError` (Exit.DAEMON) when it does not start.
     """
-    directory = Path(tempfile.mkdtemp(prefix="", dir=parent))
+    directory = _new_directory(parent)
     try:
         # Popen, not asyncio's: nothing can be cancelled between the birth of the process and our knowing of it.
         try:
@@ -212,7 +212,7 @@ def private_directory() -> Iterator[Path]:
     if len(parent) > _LONGEST_SOCKET_PATH - len("/noloco-12345678/12345678/control.sock"):
         parent = "/tmp"
     remove_stale(Path(parent))
-    directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    directory = _new_directory(Path(parent), _PREFIX)
     try:
         mark = os.open(directory / "new", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -223,6 +223,14 @@ def private_directory() -> Iterator[Path]:
             os.close(mark)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _new_directory(parent: Path, prefix: str = "") -> Path:
+    """Make a directory for sockets; `UserError` (Exit.DAEMON) where the disk refuses."""
+    try:
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    except OSError as error:
+        raise _did_not_start(f"its sockets have no place: {reason_of(error)}") from None
 
 
 def remove_stale(parent: Path) -> list[Path]:

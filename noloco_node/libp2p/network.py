@@ -22,7 +22,6 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from noloco_node.admission.ticket import Right
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import reachability, relays
 from noloco_node.libp2p.addresses import (
@@ -343,7 +342,7 @@ class JoinedDaemon:
         self.daemon, self.peer_id = control.daemon, client.peer_id.to_base58()
         self.rejoined = 0
         self.control, self._parts, self._config, self._client = control, context.parts, config, client
-        self._settings, self._timeouts = context.settings, context.settings.timeouts
+        self._context, self._timeouts = context, context.settings.timeouts
         self.dialer = StreamDialer(control, context, self.peer_id)
         self.records = DhtRecords(control, config.identity, context.secret, context.settings)
 
@@ -389,11 +388,7 @@ class JoinedDaemon:
         return True
 
     async def neighbours(self) -> list[PeerAddress]:
-        """Return whom we are connected with, and where; our relays take no part in the swarm and do not count.
-
-        In a run with an owner only members count, and peers that we are told to join by. Others may be strangers, and a
-        peer whom we greet becomes a neighbour in the DHT, which is given records to keep.
-        """
+        """Return whom we are connected with, and where; our relays take no part in the swarm and do not count."""
         pb = self._parts.messages
         answer = await self.control.ask(pb.Request(type=pb.Request.LIST_PEERS), REJOIN_S)
         ours = {parse_peer_address(text).peer for text in self._config.relays}
@@ -401,11 +396,7 @@ class JoinedDaemon:
             (place, self._parts.peer_text(entry.id)) for entry in answer.peers for place in map(place_text, entry.addrs)
         ]
         known = [(place.removesuffix(f"/p2p/{peer}"), peer) for place, peer in found if place and peer not in ours]
-        return [PeerAddress(place, peer) for place, peer in known if self._is_of_run(peer)]
-
-    def _is_of_run(self, peer: str) -> bool:
-        admission, told = self._settings.admission, self._settings.bootstrap
-        return admission is None or Right.TRAIN in admission.rights(peer) or any(each.endswith(peer) for each in told)
+        return [PeerAddress(place, peer) for place, peer in known if self._context.is_of_run(peer)]
 
     async def stay_joined(self, doors: Sequence[PeerAddress], met: KnownPeers) -> NoReturn:
         """Note whom we are connected with in `met`, and stay in touch with them.
@@ -448,7 +439,7 @@ class JoinedDaemon:
                 if not alone:
                     raise
             is_answered = await self.records.join(self._parts, self._client, reached, self._timeouts.start_s)
-        except ConnectionError as error:
+        except OSError as error:  # of our sockets' directory, too
             raise daemon_trouble(str(error)) from None
         if doors and not is_answered and not alone:
             raise UserError(

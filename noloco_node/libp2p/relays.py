@@ -159,7 +159,7 @@ async def _keep(pool: RelayPool, config: daemon.DaemonConfig, ready: asyncio.Fut
             if not ready.done():
                 ready.set_exception(error if isinstance(error, UserError) else daemon_trouble(str(error)))
                 raise
-            why = str(error)
+            why = _in_one_line(error)
         except Exception as error:
             if not ready.done():
                 ready.set_exception(error)  # or its reader would wait for ever
@@ -179,10 +179,17 @@ async def _grants_enough(pool: RelayPool, config: daemon.DaemonConfig, peer: str
         except (ConnectionError, UserError) as error:
             # Our daemon may not have noticed yet that this relay's predecessor is gone.
             logger.warning(
-                "The relay on port %d cannot be asked what it grants: %s", port_of(doors[0].transport), error
+                "The relay on port %d cannot be asked what it grants: %s",
+                port_of(doors[0].transport),
+                _in_one_line(error),
             )
             await asyncio.sleep(_LOOK_S)
     return True
+
+
+def _in_one_line(error: ConnectionError | UserError) -> str:
+    """Say what went wrong, without advice for those who wanted something else, such as to join."""
+    return " ".join((error.why if isinstance(error, UserError) else str(error)).split())
 
 
 async def _addresses(control: Control, peer: str) -> tuple[str, ...]:

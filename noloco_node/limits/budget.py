@@ -100,6 +100,8 @@ def read_size(text: str, option: str, example: str = "300GB or 500GiB") -> int:
         raise _unreadable(option, text, "it is not a size with its unit", example)
     if size < 1:
         raise _unreadable(option, text, "nothing would fit", "300GB, or leave the option out")
+    if size == math.inf:
+        raise _unreadable(option, text, "no machine has so much", example)
     return round(size)
 
 

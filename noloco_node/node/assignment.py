@@ -233,15 +233,18 @@ class Assignment:
 
     async def _run(self, leave: asyncio.Event) -> AssignmentEnd:
         context, services = self._context, self._services
-        async with aclosing(self.replica), background(services.writer.run()), background(self._keep_snapshots()):
+        keeping = supervised("the keeping of snapshots", self._keep_snapshots, context.warn)
+        async with aclosing(self.replica), background(services.writer.run()), background(keeping):
             async with background(supervised("the report of progress", self._progress.run, context.warn)):
                 try:
                     ending = await self.train(leave)
                     self._progress.record_totals()
                     self._progress.record_receipts()
                     self._tell(ending)
-                except ExceptionGroup:
-                    await self._save()
+                except (ExceptionGroup, asyncio.CancelledError) as end:
+                    # Cancelled by a failure beside us, and not by somebody who wants us to end at once.
+                    if isinstance(end, ExceptionGroup) or context.membership.failed:
+                        await self._save()
                     raise
                 finally:
                     # Samples that came back after our last record count as well.
@@ -404,7 +407,7 @@ class Assignment:
         replica, rounds = self.replica, self.replica.rounds
         if self._evaluator is not None and not replica.starting_weights.doubtful:
             await self._evaluator.in_pause(*self._place())
-        due = not replica.starting_weights.doubtful and self._services.writer.due(rounds.finished)
+        due = not replica.starting_weights.doubtful and self._services.writer.due(replica.stage, rounds.finished)
         if due and rounds.settled:
             self._services.writer.begin(await self._checkpoint())
 
@@ -419,7 +422,7 @@ class Assignment:
         whole checkpoint of the same round.
         """
         replica, writer = self.replica, self._services.writer
-        kept = replica.device_lost.done() and writer.holds(replica.rounds.finished)
+        kept = replica.device_lost.done() and writer.holds(replica.stage, replica.rounds.finished)
         return kept or replica.starting_weights.doubtful or await writer.finish(await self._checkpoint())
 
     async def _checkpoint(self) -> Checkpoint:

@@ -289,15 +289,6 @@ class MicrobatchClient:
                 reply = replace(reply, computed_by=peer)
         return reply
 
-    def _bounded(self, peer: str, gradient: Tensor, microbatch: Microbatch) -> Tensor:
-        """Return what counts of a gradient; Violation for a bad one, ConnectionAbortedError for an unusual size."""
-        try:
-            return self.bound.bounded(peer, gradient, microbatch.learnt_share)
-        except UnusualSizeError as error:
-            raise ConnectionAbortedError(f"its gradient was refused: {error}") from None
-        except ValueError as error:
-            raise Violation(str(error)) from None
-
     def _limit(self, most_s: float, begun_s: float) -> asyncio.Timeout:
         """Return the time limit of a call; before any reply has come, the first one will set it."""
         limit = asyncio.timeout(most_s if self._context.options.deadlines and most_s < math.inf else None)
@@ -320,7 +311,8 @@ class MicrobatchClient:
                 raise Violation(f"expected {wanted.__name__}, got {type(reply).__name__}")
             if isinstance(reply, Gradient) and reply.hidden is not None:
                 # Within the conversation, so that a violation counts against the peer.
-                reply = replace(reply, hidden=self._bounded(peer, reply.hidden, microbatch))
+                counted = _counted(self.bound, "gradient", peer, reply.hidden, microbatch.learnt_share)
+                reply = replace(reply, hidden=counted)
             return reply
 
 
@@ -384,9 +376,9 @@ class MicrobatchServer:
         some_given = self._context.run.data.has_rows
         try:
             check_marked(microbatch, self._context.dimensions.vocabulary, some_given=some_given)
-            hidden = self.bound.bounded(conversation.peer, microbatch.hidden)
         except ValueError as error:
             raise Violation(str(error)) from None
+        hidden = _counted(self.bound, "microbatch", conversation.peer, microbatch.hidden)
         source = conversation.peer if self._stage == 1 else microbatch.source
         take = self._worker.evaluate if microbatch.forward_only else self._worker.process
         reply = await take(replace(microbatch, hidden=hidden, source=source), conversation.peer)
@@ -406,6 +398,16 @@ class MicrobatchServer:
             self._context.reporter.record(
                 events.RefusedMicrobatch(peer=conversation.peer, reason=str(reply.reason), here=True)
             )
+
+
+def _counted(bound: SizeBound, what: str, peer: str, wire: Tensor, share: float = 1.0) -> Tensor:
+    """Return what counts of a peer's message; Violation for a bad one, ConnectionAbortedError for an unusual size."""
+    try:
+        return bound.bounded(peer, wire, share)
+    except UnusualSizeError as error:
+        raise ConnectionAbortedError(f"its {what} was refused: {error}") from None
+    except ValueError as error:
+        raise Violation(str(error)) from None
 
 
 def _end(wait: asyncio.Timeout) -> None:

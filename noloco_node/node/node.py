@@ -18,7 +18,7 @@ from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import replace
 
-from noloco_node.errors import UserError, storage_error
+from noloco_node.errors import UserError, storage_error, user_error_of
 from noloco_node.journal import events
 from noloco_node.journal.writer import JournalThrottle
 from noloco_node.machine.interface import Dimensions, Host, Reporter
@@ -219,8 +219,12 @@ class Node:
         """Join the stage that we move to, or again the one that we come from; None once we are asked to leave."""
         try:
             return await self._arrive(StageRequest(move.target, device_s), leave)
-        except UserError as trouble:
+        except (UserError, ExceptionGroup) as error:  # a group: of a download by several streams
+            trouble = user_error_of(error)
+            if trouble is None:
+                raise
             why = f"{trouble.what} {trouble.why}"
+            del trouble  # its traceback holds what was built
         gc.collect()  # what was built of it
         self._unfit.add(move.target)
         reporter = self._context.reporter

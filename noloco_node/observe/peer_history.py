@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -23,6 +23,9 @@ from noloco_node.swarm.roster import Given
 
 LONGEST_PAUSE_S = 120.0  # between two lines of a journal whose node was there all the time: it writes more often
 RECENT = 8  # inner steps that the present speed is measured over
+
+
+Number = TypeVar("Number", int, float)
 
 
 class Contribution(msgspec.Struct, kw_only=True):
@@ -89,26 +92,31 @@ class ContributionLedger:
                 now.rounds += event.partner is not None
             case events.Traffic():
                 sent, received = sum(event.sent.values()), sum(event.received.values())
-                now.sent_bytes += sent - self._sent
-                now.received_bytes += received - self._received
+                now.sent_bytes += _grown(self._sent, sent)
+                now.received_bytes += _grown(self._received, received)
                 self._sent, self._received = sent, received
             case events.Energy():
-                now.joules += event.joules - (self._joules if event.joules >= self._joules else 0.0)
+                now.joules += _grown(self._joules, event.joules)
                 self._joules = event.joules
             case events.Receipts():
                 now.signed_tokens = max(now.signed_tokens, event.own)
-            case events.Moved():
-                self._moves = True
+            case events.Moved() | events.Finished():
+                self._moves = isinstance(event, events.Moved)
             case _:
                 pass
 
     def _begin_totals(self, pid: int) -> None:
         """Totals of traffic begin anew with each session, those of energy with each process."""
-        if not self._moves:
+        if not self._moves or pid != self._pid:
             self._sent = self._received = 0
         if pid != self._pid:
             self._joules = 0.0
         self._moves, self._pid = False, pid
+
+
+def _grown(before: Number, now: Number) -> Number:
+    """Return by how much a total has grown; one that is smaller than before has begun anew."""
+    return now - before if now >= before else now
 
 
 def ledger_of(journal: Iterable[events.Event]) -> ContributionLedger:

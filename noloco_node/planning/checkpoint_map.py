@@ -164,16 +164,21 @@ def scales_of(name: str) -> str:
 
 
 def check_files(prepared: Prepared, stages: Iterable[Shapes], paths: Sequence[Path]) -> None:
-    """Raise `UserError` (CONFIG) unless safetensors files hold the parameters of all stages; reads headers alone."""
+    """Raise `UserError` (CONFIG) unless safetensors files hold the parameters of all stages, in finite numbers."""
     with opened(paths) as files:
         slices = {name: file.get_slice(name) for name, file in files.items()}
-        check_tensors(prepared, stages, {name: (each.get_dtype(), each.get_shape()) for name, each in slices.items()})
+        found = {name: (each.get_dtype(), each.get_shape()) for name, each in slices.items()}
+        for name in check_tensors(prepared, stages, found):
+            if not all(bound.isfinite() for bound in torch.aminmax(files[name].get_tensor(name).float())):
+                raise ValueError(f"{name} holds what is no finite number")
 
 
-def check_tensors(prepared: Prepared, stages: Iterable[Shapes], found: Mapping[str, tuple[str, Sequence[int]]]) -> None:
-    """Raise ValueError unless tensors, by their names in a checkpoint, make all stages' parameters.
+def check_tensors(
+    prepared: Prepared, stages: Iterable[Shapes], found: Mapping[str, tuple[str, Sequence[int]]]
+) -> list[str]:
+    """Return the tensors that make the parameters of all stages; raise ValueError unless there are all.
 
-    `found`: dtype, as safetensors spells it, and shape of each.
+    `found`: dtype, as safetensors spells it, and shape of each tensor, by their names in a checkpoint.
     """
 
     def read(name: str) -> Tensor:
@@ -182,9 +187,7 @@ def check_tensors(prepared: Prepared, stages: Iterable[Shapes], found: Mapping[s
         return torch.empty(tuple(shape), dtype=kind, device="meta")
 
     outline = CheckpointMap(prepared, found)
-    for shapes in stages:
-        for _ in outline.load(shapes, read):
-            pass
+    return outline.sources([name for shapes in stages for name, _ in outline.load(shapes, read)])
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from noloco_node.errors import config_error, storage_error
+from noloco_node.errors import Exit, UserError, config_error, storage_error
 from noloco_node.planning.windows import BACKWARD, FROZEN_BACKWARD
 from noloco_node.run.config import ModelConfig, RunConfig
 from noloco_node.units import format_bytes
@@ -271,7 +271,15 @@ def hub_directory(model: ModelConfig) -> Path | None:
         return None
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(model.hub, revision=model.commit, allow_patterns=list(WEIGHT_PATTERNS)))
+    try:
+        return Path(snapshot_download(model.hub, revision=model.commit, allow_patterns=list(WEIGHT_PATTERNS)))
+    except Exception as error:  # of several packages behind the hub's library
+        raise UserError(
+            f"The model {model.hub} cannot be fetched from the hub.",
+            why=" ".join(str(error).split())[:300] or type(error).__name__,
+            hint="check the network and the rights to this model; what has come is kept",
+            code=Exit.UNREACHABLE,
+        ) from error
 
 
 def check_hub_weights(model: ModelConfig, layout: ModelLayout) -> None:
@@ -287,10 +295,10 @@ def check_hub_weights(model: ModelConfig, layout: ModelLayout) -> None:
         files = get_safetensors_metadata(model.hub, revision=model.commit).files_metadata.values()
         found = {name: (tensor.dtype, tensor.shape) for file in files for name, tensor in file.tensors.items()}
         check_tensors(layout.prepared, layout.checkpoint, found)
-    except OSError:
-        return  # what is there already needs no network
     except (NotASafetensorsRepoError, SafetensorsParsingError, ValueError) as error:
         raise unfit(model.hub, error) from error
+    except Exception:  # of several packages behind the hub's library
+        return  # what is there already needs no network
 
 
 def check_download(model: ModelConfig, most_bytes: int | None) -> None:
@@ -298,11 +306,10 @@ def check_download(model: ModelConfig, most_bytes: int | None) -> None:
     if model.hub is None:
         return
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         files = HfApi().model_info(model.hub, revision=model.commit, files_metadata=True).siblings or []
-    except (HfHubHTTPError, OSError):
+    except Exception:  # of several packages behind the hub's library
         return  # what is there already needs no network; whatever else is wrong, fetching it says better
     size = sum(file.size or 0 for file in files if any(fnmatch(file.rfilename, each) for each in WEIGHT_PATTERNS))
     cache = Path(constants.HF_HUB_CACHE)

@@ -23,7 +23,7 @@ from noloco_node.machine.memory import gpu_for, wanted_bytes
 from noloco_node.planning.model_layout import ModelLayout, model_layout
 from noloco_node.planning.plan import LEAST_ROUNDS, LEAST_STEPS, Memory
 from noloco_node.planning.throughput import Machines, Throughput, fits, forecast, gpu_memories, missing
-from noloco_node.run.config import PipelineConfig, RunConfig
+from noloco_node.run.config import MOST_MICROBATCHES, PipelineConfig, RunConfig
 from noloco_node.units import format_bytes
 from pipeline.messages import ACTIVATION_CODECS, check_width
 
@@ -170,7 +170,7 @@ def _flows(base: RunConfig, before: RunConfig) -> Iterator[RunConfig]:
     replicas, most, asked = base.pipeline.replicas, _largest_batch(before), before.batch
     found: dict[tuple[int, int], float] = {}
     for size in _sizes(before):
-        largest = most // (replicas * size)
+        largest = min(MOST_MICROBATCHES, most // (replicas * size))
         for factor in _FACTORS:
             window = max(1, min(largest, round(factor * asked / (replicas * size))))
             even = max(1, round(window / replicas)) * replicas

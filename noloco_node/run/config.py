@@ -6,11 +6,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from enum import StrEnum
 from math import prod
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -24,6 +24,7 @@ from noloco_node.units import Fraction, format_bytes
 from pipeline.admission_window import MOST_IN_FLIGHT
 
 MOST_SLOWDOWN = 1000.0
+MOST_MICROBATCHES = 4096  # of a window
 TRAVELLING = "files"  # the tokenizer of a run whose files travel through the swarm
 TOKENIZER_FILES = (
     "added_tokens.json",
@@ -103,7 +104,7 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Planned replicas of a stage; with `inner.steps` it fixes the token budget of the run. More or fewer may come."""
     sequence_length: Annotated[int, Meta(ge=1, le=2**20)] = 1024
     microbatch_size: Annotated[int, Meta(ge=1, le=4096)] = 8
-    microbatches_per_step: Annotated[int, Meta(ge=1, le=4096)] = 8
+    microbatches_per_step: Annotated[int, Meta(ge=1, le=MOST_MICROBATCHES)] = 8
     windows_in_flight: Literal[1, 2] = 1
     """2: forward passes of the next window begin before the step, and their gradients are one step stale. For deep
     pipelines and long lines; not at the last stage, which never waits."""
@@ -269,15 +270,11 @@ class DataConfig(SourceConfig, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.mixture:
             return self._with_mixture(source.split("+"))
         whole, _, field = source.rpartition("#")
-        if whole and field and "/" not in field:
-            found = self.with_source(whole)
-            if found.source in ("json", "parquet", "hub"):
-                return found._reading(field, source)
-        kind, colon, rest = source.partition(":")
+        if whole and field and "/" not in field and _kind_and_place(whole)[0] in ("json", "parquet", "hub"):
+            return self.with_source(whole)._reading(field, source)
         if source == "stdlib" and not self.has_rows:
-            return msgspec.structs.replace(self, source=kind, path=None, commit=None, subset=None, split="train")
-        if not colon or kind not in ("text", "json", "parquet", "hub"):
-            kind, rest = _kind_by_suffix(source), source
+            return msgspec.structs.replace(self, source=source, path=None, commit=None, subset=None, split="train")
+        kind, rest = _kind_and_place(source)
         if self.has_rows and kind not in ("json", "parquet", "hub"):
             raise config_error(
                 f"The data source {source!r} has no rows.",
@@ -336,11 +333,15 @@ class DataConfig(SourceConfig, frozen=True, kw_only=True, forbid_unknown_fields=
         return msgspec.structs.replace(self, **fields)
 
 
-def _kind_by_suffix(path: str) -> str:
-    plain = re.sub(r"\.(gz|bz2|xz|zst)$", "", path)
+def _kind_and_place(source: str) -> tuple[str, str]:
+    """Return which kind of source a person means, as it is said or by the suffix, and the rest of what was typed."""
+    kind, colon, rest = source.partition(":")
+    if colon and kind in ("text", "json", "parquet", "hub"):
+        return kind, rest
+    plain = re.sub(r"\.(gz|bz2|xz|zst)$", "", source)
     if plain.endswith((".json", ".jsonl", ".ndjson")):
-        return "json"
-    return "parquet" if plain.endswith(".parquet") else "text"
+        return "json", source
+    return "parquet" if plain.endswith(".parquet") else "text", source
 
 
 Forgetting = Annotated[float, Meta(ge=0.0, lt=1.0)]  # Adam forgets at the rate 1 - beta
@@ -474,7 +475,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             ("data.tokenizer", None if data.tokenizer_commit is None else data.tokenizer),
         )
         for field, name in on_hub:
-            if name is not None and Path(name).exists():
+            if name is not None and os.path.exists(name):  # of any length, which those of Path are not
                 yield field, name
 
     def summary(self, own_source: str | None = None) -> list[str]:

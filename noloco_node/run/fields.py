@@ -118,9 +118,16 @@ def refuse(problems: Iterable[Problem], origin: str, line: Callable[[str], str] 
 # From a text to a struct.
 
 
+_KEY = r"""[ \t]*(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*"""
+_TOO_DEEP = re.compile(rf"(?:^|[{{,])(?:{_KEY}\.){{16}}", re.MULTILINE)
+"""A key in so many tables: the time and memory that tomllib takes for one grow with the square of their number."""
+
+
 def toml_table(text: str, origin: str) -> dict[str, Any]:
     """Return the table that a text of TOML holds; raise `UserError` (Exit.CONFIG) that names the line at fault."""
     try:
+        if _TOO_DEEP.search(text):
+            raise ValueError("a key has more than 16 parts")
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # tomllib raises the second for brackets nested without end
         raise config_error(

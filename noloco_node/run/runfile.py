@@ -25,6 +25,7 @@ from noloco_node.network.wire import WIRE_VERSION
 from noloco_node.run.config import RunConfig
 from noloco_node.run.fields import converted, fields_of, is_section, refuse, short, toml_table
 from noloco_node.run.validation import problems
+from noloco_node.storage.home import typed
 
 RUN_TEXT_BYTES = 256 * 1024  # longest run file, in bytes; peers serve each other its text
 
@@ -111,7 +112,7 @@ def content_hashes(run: RunConfig) -> dict[str, str]:
 
 def _hash_of_directory(directory: str) -> str:
     """Hash names and bytes of all files below `directory`, hidden ones left out (caches of downloaders differ)."""
-    root = Path(directory).expanduser()
+    root = typed(directory)
     total = hashlib.sha256()
     with os_errors_as(config_error, f"data.tokenizer: {directory} cannot be read.", "check its permissions"):
         paths = {p.relative_to(root).as_posix(): p for p in root.rglob("*") if p.is_file()}
@@ -130,9 +131,9 @@ def _hash_of_directory(directory: str) -> str:
 
 def check_paths(run: RunConfig, allowed: Sequence[str]) -> None:
     """Raise `UserError` (Exit.CONFIG) if a run names a path of this machine that is not among those allowed."""
-    places = {Path(each).expanduser().absolute() for each in allowed}
+    places = {typed(each).absolute() for each in allowed}
     for field, path in run.local_paths():
-        if Path(path).expanduser().absolute() not in places:
+        if typed(path).absolute() not in places:
             raise config_error(
                 f"The run file names a directory of this machine: {field} = {short(repr(path))}.",
                 "others sent that file, and may not choose what is read here",

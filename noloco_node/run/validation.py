@@ -32,20 +32,17 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)
 MOST_TARGETS = 64  # of adapters: each is compared with the name of every layer
 MOST_SOURCES = 64  # of a mixture: each is opened, and keeps a chunk of its rows in memory
 _WIDTHS = ("hidden_size", "n_embd", "d_model")  # names that families have for the width of their activations
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # and for the number of their layers
 _LARGEST_SIZE = {
-    "hidden_size": 65_536,
-    "n_embd": 65_536,
-    "d_model": 65_536,
-    "intermediate_size": 1_048_576,
-    "n_inner": 1_048_576,
-    "num_hidden_layers": 1024,
-    "n_layer": 1024,
-    "num_attention_heads": 1024,
+    **dict.fromkeys(_WIDTHS, 65_536),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim"), 1_048_576),
+    **dict.fromkeys(_LAYERS, 1024),
+    "attention_types": 1024,  # of GPT-Neo: kinds of attention, each with the number of its layers
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads"), 1024),
     "head_dim": 4096,
-    "n_head": 1024,
     "vocab_size": 4_194_304,
 }
-"""Largest value of the sizes that memory grows with, under the names that families give them."""
+"""Largest value of the sizes that memory and time grow with, under the names that families give them."""
 
 
 def problems(run: config.RunConfig) -> Iterator[Problem]:
@@ -117,7 +114,7 @@ def _admission(admission: config.AdmissionConfig) -> Iterator[Problem]:
 
 def layers_of(model: config.ModelConfig) -> int | None:
     """Return the number of layers where the run file itself says it, under the names that families give it."""
-    for name in ("num_hidden_layers", "n_layer", "num_layers"):
+    for name in _LAYERS:
         if isinstance(model.sizes.get(name), int):
             return int(model.sizes[name])
     return None

@@ -213,7 +213,7 @@ class SnapshotKeeper:
         try:
             found = await self._fetch(number)
             await self._archive.keep(found)
-        except OSError as error:  # a lost connection is one too
+        except (OSError, MemoryError, RuntimeError) as error:  # a lost connection is one too, and a lack of memory
             self._not_before_s[number] = loop_s() + FAILURE_S
             self._reporter.say(f"no snapshot of stage {number} this time: {error}")
             return

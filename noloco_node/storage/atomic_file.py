@@ -323,7 +323,10 @@ def _head_of(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
     head = file.read(length)
     if len(head) < length:
         raise ValueError("the file ends within its header")
-    table = json.loads(head)
+    try:
+        table = json.loads(head)
+    except RecursionError:  # brackets nested without end
+        table = None
     if not isinstance(table, dict):
         raise ValueError("the header is none of a safetensors file")
     return head, table

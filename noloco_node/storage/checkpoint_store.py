@@ -112,9 +112,9 @@ class CheckpointStore:
 
 
 class LastCheckpoint(NamedTuple):
-    """The last attempt: its round, when it ended (loop seconds), and how long it took."""
+    """The last attempt: its stage and round (None before the first), when it ended (loop seconds), its duration."""
 
-    round: int
+    place: tuple[int, int] | None
     ended_s: float
     took_s: float
 
@@ -126,10 +126,13 @@ class DiskTrouble(NamedTuple):
     seconds: float
 
 
-def checkpoint_due(now_s: float, round: int, last: LastCheckpoint, every_s: float) -> bool:
-    """Say whether to save now: a round ended since, or `every_s` went by, and the share of time allows it."""
-    since_s = now_s - last.ended_s
-    return since_s >= last.took_s * (1.0 - SHARE) / SHARE and (round != last.round or since_s >= every_s)
+def checkpoint_due(now_s: float, place: tuple[int, int], last: LastCheckpoint, every_s: float) -> bool:
+    """Say whether to save now: a round ended since, or `every_s` went by, and the share of time allows it.
+
+    `place`: our stage, and the round that we finished last.
+    """
+    since_s, is_news = now_s - last.ended_s, place[1] > 0 and place != last.place
+    return since_s >= last.took_s * (1.0 - SHARE) / SHARE and (is_news or since_s >= every_s)
 
 
 class CheckpointWriter:
@@ -148,7 +151,7 @@ class CheckpointWriter:
         self._waiting: Checkpoint | None = None
         self._wake = asyncio.Event()
         self._turn = asyncio.Lock()
-        self._last = LastCheckpoint(0, loop_s(), 0.0)
+        self._last = LastCheckpoint(None, loop_s(), 0.0)
         self._saved_s = self._said_s = loop_s()
         self._said_once = False
         self._trouble: str | None = None
@@ -158,14 +161,14 @@ class CheckpointWriter:
         """Return why the disk takes no checkpoint; None while it takes them."""
         return None if self._trouble is None else DiskTrouble(self._trouble[:80], loop_s() - self._saved_s)
 
-    def due(self, round: int) -> bool:
-        """Say whether a checkpoint is due after so many rounds; never while one is being written."""
+    def due(self, stage: int, round: int) -> bool:
+        """Say whether a checkpoint of a stage is due after so many rounds; never while one is being written."""
         is_free = self._waiting is None and not self._turn.locked()
-        return is_free and checkpoint_due(loop_s(), round, self._last, self._every_s)
+        return is_free and checkpoint_due(loop_s(), (stage, round), self._last, self._every_s)
 
-    def holds(self, round: int) -> bool:
-        """Say whether the disk has a checkpoint with `round` rounds finished."""
-        return self._trouble is None and self._last.round == round
+    def holds(self, stage: int, round: int) -> bool:
+        """Say whether the disk has a checkpoint of a stage with `round` rounds finished; of none it needs none."""
+        return self._trouble is None and (not round or self._last.place == (stage, round))
 
     def begin(self, checkpoint: Checkpoint) -> None:
         self._waiting = checkpoint
@@ -195,7 +198,9 @@ class CheckpointWriter:
             except OSError as error:
                 cause = " ".join(reason_of(error).split())
             checkpoint.read()  # where this is cancelled, a thread may still read
-            self._last = LastCheckpoint(checkpoint.counters.round, loop_s(), loop_s() - began_s)
+            self._last = LastCheckpoint(
+                (checkpoint.counters.stage, checkpoint.counters.round), loop_s(), loop_s() - began_s
+            )
         if cause is not None:
             if last or self._trouble is None:
                 self._warn(f"could not save: {cause}; free some space, earlier checkpoints are kept")

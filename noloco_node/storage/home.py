@@ -74,6 +74,11 @@ class RunPaths:
         return OtherRuns(sum(map(bool, sizes)), sum(sizes))
 
 
+def typed(path: str | os.PathLike[str]) -> Path:
+    """Return a path that a person typed, or a stranger: `~` is a home directory where the system knows its user."""
+    return Path(os.path.expanduser(path))  # `Path.expanduser` raises RuntimeError for a user that nobody knows
+
+
 class HomePaths(RunPaths):
     """The files of a home, which may be another process's.
 
@@ -122,7 +127,7 @@ class Home(HomePaths):
 
         Raises `UserError`: HOME_IN_USE if another node holds it, STORAGE if it cannot be written.
         """
-        path = path.expanduser().absolute()
+        path = typed(path).absolute()
         with disk_errors(path):
             atomic_file.make_directory(path, mode=0o700)
             _close_to_others(path)

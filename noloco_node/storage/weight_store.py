@@ -19,6 +19,7 @@ import msgspec
 
 from noloco_node.errors import UserError, config_error, os_errors_as, reason_of, storage_error
 from noloco_node.storage.atomic_file import LARGEST_HEADER_BYTES, require_room, tensor_ranges, write, write_all
+from noloco_node.storage.home import typed
 from noloco_node.units import format_bytes
 
 PIECE_BYTES = 2**19  # of a file in one message; its last piece may be shorter
@@ -71,7 +72,7 @@ class WeightStore:
     @classmethod
     def whole(cls, directory: Path, files: Sequence[WeightFile]) -> WeightStore:
         """Return the store of a directory with all the files; raise `UserError` (CONFIG) if one is missing."""
-        directory = directory.expanduser()
+        directory = typed(directory)
         store = cls(directory, files)
         if not files:
             why = "the run file lists none: the run starts from its seed, or from the hub"

@@ -15,8 +15,8 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission import ticket_service
-from noloco_node.admission.admission_hook import AdmissionHook
-from noloco_node.admission.admission_state import AdmissionState, HeldTicket, no_ticket, not_admitted, told
+from noloco_node.admission.admission_hook import MOST_TRIES, AdmissionHook
+from noloco_node.admission.admission_state import EXPIRED, AdmissionState, HeldTicket, no_ticket, not_admitted, told
 from noloco_node.admission.owner_files import key_file, load_key
 from noloco_node.admission.ticket import LOOK_S, TICKET_BYTES, InviteCredential, Right, decode, key_of, read_key
 from noloco_node.admission.ticket_service import LOOK_BITS, TicketReply, TicketRequest, TicketSigner, work
@@ -82,19 +82,21 @@ class RunAccess:
         await held.begin()
         admission = AdmissionHook(network, self.state, held)
         others = [each for each in self.invite.peers if each != me]
-        while True:
+        for tries_left in reversed(range(MOST_TRIES)):
             try:
                 await admission.enter(others)
+                break
             except UserError as refusal:
+                if not tries_left:
+                    raise
                 try:
                     await held.another(refusal.why)
                 except UserError as error:
                     if error.code is Exit.UNREACHABLE:  # the peers that do answer have said why
                         raise refusal from error
                     raise
-            else:
-                self.admission = admission
-                return HookedNetwork(network, admission)
+        self.admission = admission
+        return HookedNetwork(network, admission)
 
     async def renew(self, say: Callable[[str], None]) -> None:
         """Keep our ticket known to others; renew it before it expires, by the rule of the run, and say so."""
@@ -189,6 +191,9 @@ class RunAccess:
             if ticket and not objection:
                 self._gave.add(peer)
                 return ticket
+            if objection == EXPIRED:  # by our clock, of which the peer knows nothing
+                silences.append(f"the ticket that ...{peer[-8:]} gives us has expired: is this machine's clock right?")
+                continue
             refusals.append(reply.refusal or objection)
         if refusals:
             raise not_admitted(told(refusals))

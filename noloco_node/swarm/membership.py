@@ -162,6 +162,8 @@ class Membership:
         self._reading = asyncio.Lock()
         self.complete = False
         """Whether the last reading reached all keys; only then does an empty roster mean that no peer is there."""
+        self.failed = False
+        """Whether `run` has failed, as where the run lets us in no more."""
         self.unlisted_since_s: float | None = None
         """Since when the DHT has taken no record of ours (loop seconds); None while it takes them."""
         self._rng = random.Random(f"{run_id}|presence|{network.peer_id}")
@@ -386,12 +388,16 @@ class Membership:
         self._rhythms[stage].note(shards, now_s, steady=is_steady, gone=gone, most_s=most_s, first_s=first_s)
 
     async def run(self) -> NoReturn:
-        while True:
-            self._hurry.clear()
-            if self._own is not None and loop_s() >= self._publish_s:
-                await self._publish(self._own)
-            await self._read_due()
-            await self._rest(self._refresh_s * self._rng.uniform(0.9, 1.1))
+        try:
+            while True:
+                self._hurry.clear()
+                if self._own is not None and loop_s() >= self._publish_s:
+                    await self._publish(self._own)
+                await self._read_due()
+                await self._rest(self._refresh_s * self._rng.uniform(0.9, 1.1))
+        except Exception:
+            self.failed = True
+            raise
 
     async def _rest(self, pause_s: float) -> None:
         """Wait for the next reading or `publish_now`; meanwhile look for newcomers."""

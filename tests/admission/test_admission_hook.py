@@ -172,6 +172,24 @@ async def test_a_peer_learns_that_it_is_shut_out_though_it_reads_no_list(swarm: 
 
 
 @run_by(played, gives=1)
+async def test_no_call_waits_for_a_ticket_that_is_shown_again(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, caller = await swarm.server(1), swarm.network(5, member(5))
+    await asked(caller, server, "gossip/0")
+    hook = swarm.hooks[caller.peer_id]
+
+    async def show(_: str) -> bytes:
+        await asyncio.sleep(PATIENCE_S)
+        return b""
+
+    monkeypatch.setattr(hook, "_show", show)
+    showing = asyncio.create_task(hook.stay_shown())
+    await asyncio.sleep(SHOWN_EVERY_S + 1.0)
+    async with asyncio.timeout(1.0):
+        assert await asked(caller, server, "gossip/0") == "hello"
+    showing.cancel()
+
+
+@run_by(played, gives=1)
 async def test_whoever_is_revoked_is_out_everywhere_within_a_minute(swarm: Swarm) -> None:
     """Told to one peer alone, which leaves soon after: the list goes on by way of the others."""
     servers = [await swarm.server(number) for number in (1, 2, 3)]

@@ -173,9 +173,13 @@ async def test_a_stranger_that_is_connected_is_neither_greeted_nor_kept_to_retur
             assert joined is not None
             assert other._joined is not None
             assert await joined.neighbours() == []
+            await gets_nothing(other, first.peer_id)
+            assert first._context.known_peers.doors() == (), "though it has spoken to us"
             for rights, count in ((Right.LOOK, 0), (MEMBER, 1)):
                 assert known.show(other.peer_id, ticket(other, rights)) == ""
                 assert [each.peer for each in await joined.neighbours()] == [other.peer_id] * count
+            assert (await fetch(other, [first.peer_id], RECIPE.digest)).text == RECIPE.text
+            assert [each.endswith(other.peer_id) for each in first._context.known_peers.doors()] == [True]
             told = await other._joined.neighbours()
             assert [each.peer for each in told] == [first.peer_id], "the one that it joined by"
 

@@ -29,6 +29,16 @@ def stage_of(module: nn.Module) -> ForeignStage:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_lie_one_behind_the_other_whatever_the_strides_of_the_program(dtype: torch.dtype) -> None:
+    module = nn.Conv2d(2, 3, 3, dtype=dtype).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    module.scale = nn.Parameter(torch.tensor(2.0, dtype=dtype))
+    stage = stage_of(module)
+    for copies in (stage.weights(), stage.weights(stage.weights()), stage.current_weights()):
+        assert all(each.is_contiguous() for each in copies)
+    assert all(torch.equal(each, own.float()) for each, own in zip(stage.weights(), module.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_correction_is_added_and_a_copy_stays_as_it_was(dtype: torch.dtype) -> None:
     module = nn.Linear(3, 2).to(dtype)
     stage = stage_of(module)

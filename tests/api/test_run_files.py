@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,15 @@ def test_what_is_wrong_is_named_and_nothing_is_written(tmp_path: Path, wrong: di
         noloco_node.init(tmp_path / "run.toml", nn.Linear(1, 1), **wrong)  # type: ignore[arg-type]
     assert refused.value.code is Exit.CONFIG
     assert field in refused.value.what
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", [math.nan, -math.inf])
+def test_weights_of_which_nothing_could_be_learnt_are_refused(tmp_path: Path, number: float) -> None:
+    module = nn.Linear(2, 2)
+    nn.init.constant_(module.bias, number)
+    with pytest.raises(UserError, match="bias holds what is no finite number"):
+        noloco_node.init(tmp_path / "run.toml", module, steps=1)
     assert not list(tmp_path.iterdir())
 
 

@@ -52,14 +52,14 @@ REFUSED: list[tuple[list[str], Exit]] = [
     (["init", "new.toml", "--base", "int8"], Exit.USAGE),
     (["init", LONG], Exit.STORAGE),
     (["check", LONG], Exit.CONFIG),
+    (["evaluate", LONG], Exit.CONFIG),
+    (["generate", LONG, "--prompt", "a"], Exit.CONFIG),
+    (["init", "new.toml", "--from", LONG], Exit.CONFIG),
     (["join", LONG], Exit.CONFIG),
     *(
         (words, Exit.USAGE)
         for words in (
-            ["evaluate", LONG],
             ["evaluate", "--from-home", LONG],
-            ["generate", LONG, "--prompt", "a"],
-            ["init", "new.toml", "--from", LONG],
             ["export", "--from-home", LONG, "--out", "new"],
             ["export", INVITE, "--out", LONG],
             ["watch", "--journal", LONG],

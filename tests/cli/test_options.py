@@ -6,12 +6,22 @@ import io
 from pathlib import Path
 
 import pytest
-from command_line import refused
+from command_line import printed, refused
 from typer.testing import CliRunner
 
 from noloco_node.cli.main import app
-from noloco_node.cli.options import INVITE_VARIABLE, LONGEST_PROMPT, MOST_PROMPTS, JoinOptions, invite_text
+from noloco_node.cli.options import (
+    INVITE_VARIABLE,
+    LONGEST_PROMPT,
+    MOST_PROMPTS,
+    JoinOptions,
+    default_home,
+    directory_there,
+    invite_text,
+)
+from noloco_node.cli.run_file import MachineOptions
 from noloco_node.errors import Exit, UserError
+from noloco_node.run.presets import machines_of
 from noloco_node.swarm.invite import SCHEME
 
 
@@ -63,6 +73,38 @@ def test_a_file_that_holds_no_text_is_named(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("line", ["10mbit/", "/10mbit", "10mbit/20mbit/30mbit", ""])
 def test_a_line_that_cannot_be_read_is_quoted_as_it_was_given(tmp_path: Path, line: str) -> None:
     assert f"--line {line!r}" in refused("init", tmp_path / "run.toml", "--line", line, code=Exit.USAGE).what
+
+
+@pytest.mark.parametrize(
+    "named", ["--peers 0", "--tflops -1", "--tflops nan", "--latency-ms -5", "--peers x", "--home a"]
+)
+def test_machines_that_no_person_could_type_are_no_better_in_a_comment(tmp_path: Path, named: str) -> None:
+    printed("init", tmp_path / "run.toml")
+    text = (tmp_path / "run.toml").read_text()
+    machines = machines_of(text)
+    assert machines is not None
+    (tmp_path / "run.toml").write_text(text.replace(machines, named))
+    with pytest.raises(UserError, match="names machines that cannot be read") as caught:
+        MachineOptions().completed_from(tmp_path / "run.toml")
+    assert caught.value.why.endswith(named)
+
+
+def test_a_size_that_no_float_holds_is_refused(tmp_path: Path) -> None:
+    refused("init", tmp_path / "run.toml", "--ram", f"{400 * '9'}GB", code=Exit.USAGE)
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/x", 5000 * "a", "a\0b"])
+def test_a_directory_that_the_system_cannot_follow_is_not_there(path: str) -> None:
+    with pytest.raises(UserError, match="There is no directory"):
+        directory_there(Path(path))
+
+
+def test_a_user_without_a_home_directory_is_told_to_name_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    with pytest.raises(UserError, match="no home directory") as caught:
+        default_home("node")
+    assert "--home" in caught.value.hint
 
 
 @pytest.mark.parametrize("words", [["--tflops", "inf"], ["--latency-ms", "inf"], ["--tflops", "nan"]])

@@ -8,6 +8,7 @@ import http.server
 import itertools
 import json
 import lzma
+import os
 import random
 import sysconfig
 import threading
@@ -39,12 +40,14 @@ from noloco_node.data.file_documents import (
     ReadingOrder,
     TextRange,
     _text_of,
+    find_files,
     is_held_out,
     parts_of,
     pieces_of,
     side_of,
     stdlib_files,
 )
+from noloco_node.data.token_text import Prompts
 from noloco_node.errors import Exit, UserError
 from noloco_node.run.config import DataConfig
 
@@ -369,6 +372,58 @@ def bpe(directory: Path) -> Path:
     return directory / "bpe"
 
 
+def test_text_that_may_not_be_read_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    around = tmp_path / "around"
+    around.symlink_to(around)  # the system refuses it, also to root
+    with pytest.raises(UserError) as caught:
+        find_files(str(around))
+    assert caught.value.code is Exit.CONFIG
+    assert str(around) in caught.value.why
+    assert "symbolic links" in caught.value.why
+
+
+SURROGATE = '{"text": "x \\ud800 y"}\n'
+
+
+@pytest.mark.parametrize("tokenizer", ["byt5", "bpe"])
+def test_half_a_surrogate_pair_in_a_row_ends_nothing(tmp_path: Path, tokenizer: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(40 * SURROGATE)
+    named = "byt5" if tokenizer == "byt5" else str(bpe(tmp_path))
+    data = DataConfig(source="json", path=str(tmp_path / "rows.jsonl"), tokenizer=named, validation_percent=0.0)
+    assert len(open_blocks(data, 8, 0, "p").next_batch(2)) == 2
+    assert Prompts(data, ["\udcff x"]).tokens["\udcff x"]
+
+
+def test_a_vocabulary_reaches_up_to_the_highest_id(tmp_path: Path) -> None:
+    place = bpe(tmp_path) / "tokenizer.json"
+    told = json.loads(place.read_bytes())
+    vocabulary = told["model"]["vocab"]
+    vocabulary["zzzz"] = 5000
+    place.write_text(json.dumps(told))
+    data = DataConfig(tokenizer=str(place.parent))
+    assert vocab_size(data) == 5001
+    with pytest.raises(UserError, match="up to 5000"):
+        check_vocabulary(data, 5000)
+
+
+def test_rows_without_text_are_passed_over_wherever_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_documents, "CHUNK_ROWS", 7)
+    (tmp_path / "a.jsonl").write_text(20 * '{"other": 1}\n')
+    (tmp_path / "b.jsonl").write_text(20 * '{"text": "some text"}\n')
+    data = DataConfig(source="json", path=str(tmp_path), validation_percent=0.0)
+    for peer in "abcdef":  # some begin with the one file, some with the other
+        assert len(open_blocks(data, 8, 0, peer).next_batch(1))
+
+
+def test_the_name_of_a_file_that_is_no_text_becomes_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"\xff.txt")).write_bytes(b"\xff\xff\xff")
+    (tmp_path / "b.txt").write_text("some text")
+    blocks = open_blocks(DataConfig(source="text", path=str(tmp_path), validation_percent=0.0), 8, 0, "p")
+    blocks.next_batch(8)
+    (said,) = blocks.news()
+    assert said.encode()
+
+
 def test_what_save_to_disk_wrote_is_refused(tmp_path: Path) -> None:
     split = datasets.Dataset.from_dict({"text": [text_of(1)]})
     split.save_to_disk(tmp_path / "split")
@@ -494,7 +549,7 @@ def test_a_network_that_stays_away_is_given_up_in_the_end(corpus: Path, monkeypa
 
     with pytest.raises(UserError, match="TimeoutError: no answer"):
         RowDocuments(config(corpus, "json"), ReadingOrder("train", 0, "p", True), load)
-    assert len(calls) == 4, "whoever starts a node waits for it"
+    assert len(calls) == 1, "the person who starts a node waits for it"
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -562,8 +617,21 @@ def test_a_source_that_is_not_here_is_refused_before_anything_begins(
         check_source(source)
     assert trouble.value.code is Exit.CONFIG
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
-    for here in ("rows.jsonl", "text:rows.*", "json:rows.jsonl", "stdlib", f"hub:owner/name@{'a' * 40}"):
+    (tmp_path / "a+b.txt").write_text("a")
+    each = ("rows.jsonl", "text:rows.*", "json:rows.jsonl", "rows.jsonl#chat", "stdlib", f"hub:owner/name@{'a' * 40}")
+    for here in (*each, "a+b.txt", *map("+".join, itertools.permutations(each, 2))):
         check_source(here)
+    for lacking in ("no.jsonl+rows.jsonl", "rows.jsonl+no.jsonl"):
+        with pytest.raises(UserError):
+            check_source(lacking)
+
+
+@pytest.mark.parametrize("form", ["text", "messages"])
+def test_a_path_may_hold_what_names_a_field_elsewhere(form: Any) -> None:
+    data = DataConfig(form=form)
+    named = data.with_source("chats#2.jsonl#x")
+    assert (named.path, named.row_fields) == ("chats#2.jsonl", ("x",))
+    assert data.with_source("chats#2.jsonl").path == "chats#2.jsonl"
 
 
 def test_a_tokenizer_runs_no_code_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

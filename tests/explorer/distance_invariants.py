@@ -44,11 +44,14 @@ def distances(world: World, hostile: Collection[str]) -> dict[int, float]:
     return {stage: sum(each) / len(each) for stage, each in sorted(found.items())}
 
 
-def clean_distances(scenario: Scenario, hostile: Collection[str]) -> dict[int, float]:
-    """Return the same of a run in which nobody attacks, of the peers that otherwise would not."""
+def without_attacks(scenario: Scenario) -> Scenario:
     rest = tuple(fault for fault in scenario.fault if not isinstance(fault, faults.Hostile))
-    clean = build_setup(structs.replace(scenario, fault=rest))
-    return simulate(clean, lambda world: (), lambda world: distances(world, hostile))
+    return structs.replace(scenario, fault=rest)
+
+
+def clean_distances(clean: Scenario, hostile: Collection[str]) -> dict[int, float]:
+    """Return the same of a run in which nobody attacks, of the peers that otherwise would not."""
+    return simulate(build_setup(clean), lambda world: (), lambda world: distances(world, hostile))
 
 
 @dataclass(slots=True, repr=False)
@@ -76,7 +79,8 @@ class DistanceInvariants:
         world, hostile = self.context.world, self.context.hostile
         if not hostile:
             return {}
-        ended, clean = distances(world, hostile), clean_distances(world.setting.scenario, hostile)
+        ended = distances(world, hostile)
+        clean = clean_distances(without_attacks(world.setting.scenario), hostile)
         for stage, away in ended.items():
             if stage in clean and not away <= clean[stage] + MARGIN:
                 sentence = f"stage {stage} ended {away:.3f} times as far away as it began, {clean[stage]:.3f} without"

@@ -95,8 +95,9 @@ class CheckerContext:
         for record in self.present.values():
             expected = hostile or record.name not in self.hostile
             if expected and record.training and self.running.get(record.name) == record.session:
-                assert record.peer.replica is not None
-                found.append((record, record.peer.replica))
+                replica = record.peer.replica
+                assert replica is not None
+                found.append((record, replica))
         return found
 
     def look(self) -> None:

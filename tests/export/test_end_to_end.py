@@ -445,7 +445,7 @@ def test_a_model_that_is_not_there_is_said_before_anything_is_printed(tmp_path: 
     for words in (["generate", str(tmp_path / "none"), "--prompt", "import"], ["evaluate", str(tmp_path / "none")]):
         done = CliRunner().invoke(app, words)
         assert isinstance(done.exception, UserError)
-        assert done.exception.why.endswith("noloco.json: No such file or directory")
+        assert (done.exception.code, done.exception.why) == (Exit.CONFIG, "nothing has this name")
         assert done.stdout == ""
 
 

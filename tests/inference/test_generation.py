@@ -44,9 +44,10 @@ def test_draws_follow_the_probabilities() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_model_that_computes_what_is_no_number_says_so(temperature: float) -> None:
+@pytest.mark.parametrize("logits", [[torch.nan], [torch.inf], [0.0, torch.nan, torch.inf], [-torch.inf]])
+def test_a_model_that_computes_what_is_no_number_says_so(temperature: float, logits: list[float]) -> None:
     def model(ids: Tensor, **_: Any) -> Any:
-        return SimpleNamespace(logits=torch.full((1, ids.shape[1], 4), torch.nan), past_key_values=None)
+        return SimpleNamespace(logits=torch.tensor(logits).expand(1, ids.shape[1], -1), past_key_values=None)
 
     model.config = SimpleNamespace(max_position_embeddings=8)  # type: ignore[attr-defined]
     with pytest.raises(UserError, match="what is no number"):

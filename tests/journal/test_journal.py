@@ -180,6 +180,31 @@ def test_tail_sees_each_event_once_and_follows_rotation(tmp_path: Path) -> None:
     tail.close()
 
 
+def test_tail_loses_no_line_that_was_written_just_before_a_rotation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read_file = tmp_path / "journal.jsonl", os.read
+    with Journal(path) as journal:
+        tail = Tail(path)
+        journal.write(step(1))
+        assert len(tail.poll()) == 1
+        written: list[int] = []
+
+        def read_then_written(file: int, size: int) -> bytes:
+            chunk = read_file(file, size)
+            if not written:
+                written.append(2)
+                journal.write(step(2))
+                journal._rotate()
+                journal.write(step(3))
+            return chunk
+
+        monkeypatch.setattr(os, "read", read_then_written)
+        seen = [event.step for _ in range(4) for event in tail.poll() if isinstance(event, InnerStep)]
+    assert seen == [2, 3]
+    tail.close()
+
+
 def test_tail_waits_for_the_rest_of_a_line(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     line = msgspec.json.encode(fields_of(RoundSkipped(round=2, in_a_row=1, at=5.0))) + b"\n"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +16,11 @@ from hypothesis import strategies as st
 from limits import LAST_RESORT_S, PATIENT
 from sample_messages import Ask
 
-from noloco_node.libp2p.addresses import KnownPeers, place_text
+from noloco_node.errors import Exit, UserError
+from noloco_node.libp2p import control
+from noloco_node.libp2p.addresses import KnownPeers, PeerAddress, place_text
 from noloco_node.libp2p.control import Control, PeerContext, StreamDialer, delimited, read_delimited
+from noloco_node.libp2p.daemon import private_directory, start_daemon
 from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.settings import PROOF_BYTES, Capacity, NetworkSettings, RunSecret
 from noloco_node.libp2p.stream import Stream
@@ -190,3 +195,52 @@ def test_what_everybody_sees_of_a_run_does_not_open_it(run: str, topic: str) -> 
     assert secret.key("relays") == f"{run}/relays"
     assert RunSecret(secret.prefix).proof(SOMEBODY, ME, topic) != secret.proof(SOMEBODY, ME, topic)
     assert secret.code("a", b"bc") != secret.code("ab", b"c") != secret.code("a", b"b", b"c")
+
+
+# A daemon of ours that fails while it starts: it counts as any death, after which another one is tried.
+
+
+async def test_a_daemon_without_a_place_for_its_sockets_did_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    with pytest.raises(UserError, match="did not start") as first, private_directory():
+        pass
+    with pytest.raises(UserError, match="did not start") as later:
+        async with start_daemon("p2pd", (), Path(), 1.0):
+            pass
+    assert first.value.code is later.value.code is Exit.DAEMON
+
+
+@pytest.mark.parametrize(
+    "breaks", [asyncio.IncompleteReadError(b"", 1), FileNotFoundError(2, "No such file"), ConnectionResetError("gone")]
+)
+async def test_a_daemon_that_dies_while_it_is_greeted_is_trouble_with_it(
+    breaks: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def connect(_: str) -> None:
+        raise breaks
+
+    @asynccontextmanager
+    async def begun(*_: object) -> AsyncIterator[Any]:
+        yield SimpleNamespace(control_path="", died=asyncio.get_running_loop().create_future())
+
+    monkeypatch.setattr(control, "start_daemon", begun)
+    parts: Any = SimpleNamespace(binary="", connect=connect)
+    with pytest.raises(UserError) as caught:
+        async with Control.start(parts, (), Path(), 1.0):
+            pass
+    assert caught.value.code is Exit.DAEMON
+
+
+async def test_an_address_that_is_named_twice_is_unreachable_too() -> None:
+    class Deaf(Control):
+        async def connect(self, address: PeerAddress, wait_s: float) -> str | None:
+            return "nobody is there"
+
+    nothing: Any = None
+    door = PeerAddress("/ip4/192.0.2.1/tcp/4001", SOMEBODY)
+    with pytest.raises(UserError) as caught:
+        await Deaf(nothing, nothing).knock([door, door], 1.0)
+    assert caught.value.code is Exit.UNREACHABLE

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from noloco_node.admission.ticket import peer_of
 from noloco_node.errors import Exit, UserError
+from noloco_node.libp2p import addresses, relays
 from noloco_node.libp2p.addresses import (
     KnownPeers,
     PeerAddress,
@@ -24,10 +27,11 @@ from noloco_node.libp2p.addresses import (
     port_of,
     relay_record,
     relays_of,
+    unreachable,
     with_port,
     with_ports_chosen,
 )
-from noloco_node.libp2p.control import Control
+from noloco_node.libp2p.control import Control, PeerContext
 from noloco_node.libp2p.daemon import RELAY_DATA_BYTES, RELAY_TIME_S, DaemonConfig, arguments, relay_arguments
 from noloco_node.libp2p.reachability import (
     DialBackReply,
@@ -38,7 +42,7 @@ from noloco_node.libp2p.reachability import (
     judge,
     preflight_goal,
 )
-from noloco_node.libp2p.relays import Grant, grant_of, relay_configs
+from noloco_node.libp2p.relays import Grant, RelayPool, grant_of, relay_configs
 from noloco_node.libp2p.settings import NetworkSettings, Reachability
 from noloco_node.sim.clock import run
 
@@ -197,6 +201,21 @@ def test_records_of_relays_are_read_with_care() -> None:
     assert len(checked_relays(many)) == 4
 
 
+def test_a_flood_of_relays_costs_a_bounded_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at, parse = list[str](), addresses.parse_peer_address
+
+    def counted(text: str) -> PeerAddress:
+        looked_at.append(text)
+        return parse(text)
+
+    monkeypatch.setattr(addresses, "parse_peer_address", counted)
+    flood = {str(number): relay_record(8000 * ["/"]) for number in range(32)}
+    assert relays_of({**flood, "ours": relay_record([RELAY])}) == (RELAY,)
+    assert len(looked_at) == 1024
+    liar = relay_record([f"/ip4/198.51.100.1/tcp/4001/p2p/{peer_of(bytes([number] * 32))}" for number in range(64)])
+    assert RELAY in relays_of({"theirs": liar, "ours": relay_record([RELAY])})
+
+
 @given(st.binary(max_size=200))
 def test_no_bytes_of_a_stranger_disturb_the_list_of_relays(raw: bytes) -> None:
     assert RELAY in relays_of({"theirs": raw, "ours": relay_record([RELAY])})
@@ -301,6 +320,22 @@ def test_libp2p_s_own_limits_are_not_enough() -> None:
     assert not grant_of(b"\x08\x02\x22\x06\x08\x78\x10\x80\x80\x08\x28\x64").covers(
         Grant(RELAY_TIME_S, RELAY_DATA_BYTES)
     )
+
+
+def test_a_relay_that_cannot_be_asked_is_told_in_one_line_without_advice_for_newcomers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def ask(doors: Sequence[PeerAddress]) -> Grant:
+        raise unreachable({str(door): "no answer" for door in doors})
+
+    pool = RelayPool(cast(PeerContext, None), pytest.fail, ask)
+    assert run(
+        relays._grants_enough(pool, msgspec.structs.replace(POSTURE, listen=(PUBLIC, "/ip6/::/tcp/4001")), PEERS[0])
+    )
+    said = caplog.messages
+    assert said
+    assert all("\n" not in line and "bootstrap peer" not in line for line in said)
+    assert all(line.count("no answer") == 2 for line in said)
 
 
 @pytest.mark.parametrize(

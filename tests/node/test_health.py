@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
 
+from noloco_node.cli import bootstrap
 from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter
 from noloco_node.node.health import (
@@ -219,14 +220,23 @@ def test_a_sleep_and_a_set_clock_are_said_and_cost_nobody_his_place(how: str, se
 
 
 @pytest.mark.parametrize("error_s", [-400.0, 100.0])
-async def test_a_wrong_clock_of_our_own_is_told_from_wrong_clocks_of_others(error_s: float) -> None:
+async def test_a_wrong_clock_of_our_own_is_told_from_wrong_clocks_of_others(
+    error_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scene = await watched(error_s)
+    told: list[str] = []
+    monkeypatch.setattr(bootstrap, "warn", told.append)
+    hosting = asyncio.create_task(bootstrap.tell_of(scene.membership))
     for number, name in enumerate("bcdef"):
         scene.peer(name, number % 3)
     await asyncio.sleep(100)
     (line,) = scene.about("this machine's clock is")
     assert f"{'ahead of' if error_s > 0 else 'behind'} the other peers'" in line
     assert ("cannot see each other" in line) == (abs(error_s) > 150.0)
+    scene.peer("g", 0)
+    await asyncio.sleep(60)
+    assert told[-1:] == [line], "by a bootstrap peer too, beside each line about the swarm"
+    hosting.cancel()
     scene.set_s = 0.0
     await asyncio.sleep(60)
     assert scene.said[-1] == "this machine's clock is right again"

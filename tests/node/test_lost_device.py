@@ -13,6 +13,7 @@ import torch
 from limits import LAST_RESORT_S
 from memory_swarms import Peer, recipe, until
 
+from noloco_node.admission.admission_state import not_admitted
 from noloco_node.errors import Exit, user_error_of
 from noloco_node.journal import events
 from noloco_node.machine.device import Device
@@ -35,7 +36,7 @@ def test_a_node_whose_device_fails_saves_its_slow_weights_and_leaves(stage: int,
         peer = Peer(hub, what, "peer-a", stage, device=device)
         other = Peer(hub, what, "peer-b", 1 - stage, job_s=0.001)
         # Nothing is saved before: there is no whole checkpoint with the same slow weights.
-        peer.node._services.writer.due = lambda round: False  # type: ignore[method-assign]
+        peer.node._services.writer.due = lambda *_: False  # type: ignore[method-assign]
         await until(lambda: len(peer.of(events.InnerStep)) >= 7, LAST_RESORT_S)
         dead = peer.stages[-1]
         for name in {where, "current_weights", "optimiser_state", "discard"}:
@@ -59,6 +60,26 @@ def test_a_node_whose_device_fails_saves_its_slow_weights_and_leaves(stage: int,
         await asyncio.gather(again.task, other.task)
 
     asyncio.run(main())
+
+
+async def test_a_node_that_the_run_lets_in_no_more_keeps_what_it_has_trained() -> None:
+    hub, what = SimNetwork(), recipe(stages=2, steps=10_000, per_round=3)
+    peer, other = Peer(hub, what, "peer-a", 0), Peer(hub, what, "peer-b", 1)
+    peer.node._services.writer.due = lambda *_: False  # type: ignore[method-assign]
+    await until(lambda: len(peer.of(events.InnerStep)) >= 7, LAST_RESORT_S)
+
+    async def refuse() -> None:
+        raise not_admitted("you have been shut out")
+
+    peer.node.membership._read_due = refuse  # type: ignore[method-assign]
+    await asyncio.wait({peer.task})
+    trouble = user_error_of(peer.task.exception())
+    assert trouble is not None
+    assert trouble.code is Exit.NOT_ADMITTED
+    assert peer.saved is not None
+    assert peer.counters.inner_steps == peer.of(events.InnerStep)[-1].step
+    other.leave.set()
+    await other.task
 
 
 async def test_a_stage_for_which_memory_never_suffices_ends_its_node_with_its_state_saved() -> None:

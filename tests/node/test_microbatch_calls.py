@@ -28,7 +28,7 @@ from noloco_node.run.config import RunConfig
 from noloco_node.run.protocols import microbatch_schema
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
 from noloco_node.sim.network.sim_network import SimNetwork
-from pipeline.activation_codec import encode
+from pipeline.activation_codec import UnusualSizeError, encode
 from pipeline.messages import ACTIVATION_CODECS, ActivationCode, Gradient, Microbatch, Reply
 
 RUN, WIDTH = recipe().run, 64
@@ -203,6 +203,29 @@ async def test_activations_without_a_bound_are_a_violation_and_reach_no_stage() 
         with pytest.raises(ConnectionResetError, match="top of a token"):
             await conversation.receive()
     assert b.worker.taken == 0
+
+
+async def test_activations_of_an_unusual_size_are_refused_and_no_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An honest replica may send them, for one after its stage has lost its weights; violations would shut it out."""
+    b, failures = Callee(CODED), list[type[Exception]]()
+
+    def refuse(*_: object) -> None:
+        raise UnusualSizeError("values of the size 99")
+
+    async def serve(conversation: Conversation) -> None:
+        try:
+            await b.server.serve(conversation)
+        except ConnectionError as error:
+            failures.append(type(error))
+            raise
+
+    monkeypatch.setattr(b.server.bound, "bounded", refuse)
+    await b._callee.serve("microbatch/1", b.schema, serve)
+    async with b.called() as conversation:
+        await conversation.send(replace(MICROBATCH, hidden=coded(CODEC.down)))
+        with pytest.raises(ConnectionResetError, match="its microbatch was refused: values of the size 99"):
+            await conversation.receive()
+    assert failures == [ConnectionAbortedError]
 
 
 async def test_a_gradient_without_a_bound_is_a_violation_that_is_journalled_and_bans_in_the_end() -> None:

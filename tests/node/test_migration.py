@@ -205,6 +205,7 @@ SHORTAGES = [
     RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
     OSError(5, "Input/output error"),
     UserError("The model cannot be loaded.", why="it is not there", hint="fetch it", code=Exit.CONFIG),
+    ExceptionGroup("", [UserError("The files cannot be kept.", why="full", hint="", code=Exit.STORAGE)]),
 ]
 
 

@@ -159,8 +159,8 @@ async def test_a_device_that_is_lost_amid_an_outer_step_leaves_the_slow_weights_
     await until(lambda: all(len(peer.of(OuterStepTaken)) >= 2 for peer in peers))
     lost = peers[0]
     # Nothing is saved before: a whole checkpoint of the round before would be kept instead.
-    lost.node._services.writer.due = lambda round: False  # type: ignore[method-assign]
-    lost.node._services.writer.holds = lambda round: False  # type: ignore[method-assign]
+    lost.node._services.writer.due = lambda *_: False  # type: ignore[method-assign]
+    lost.node._services.writer.holds = lambda *_: False  # type: ignore[method-assign]
     await until(lambda: not lost.replica.rounds.settled)
     before, finished = [tensor.clone() for tensor in lost.replica.rounds.state.slow], lost.replica.rounds.finished
     lost.replica.device_lost.set_result(DeviceLost("cuda", "unspecified launch failure"))

@@ -63,6 +63,20 @@ def test_a_life_counts_from_zero_however_short_the_one_before_was() -> None:
     assert (found.sent_bytes, found.received_bytes, found.joules) == (10 + 70 + 90, 10 + 70 + 90, 100.0 + 170.0)
 
 
+@pytest.mark.parametrize("ends", [[], [events.Finished(why="asked to leave", step=1, round=1, progress=0.1)]])
+def test_a_move_that_never_arrives_takes_nothing_from_the_next_life(ends: list[events.Event]) -> None:
+    """Killed or asked to leave on the way. A negative total in our record would make every reader refuse it."""
+    moved = events.Moved(at=101.0, origin=0, target=1, why="w")
+    for run in ("a", "b"):
+        begun, *again = session(DAY_S, run, 1, 200)
+        begun = msgspec.structs.replace(begun, pid=0 if ends else 2)
+        found = ledger_of([*session(0, "a", 0, 99), moved, *ends, begun, *again])
+        sent = [each.sent_bytes for each in found.by_run.values()]
+        assert sent == ([100 + 201] if run == "a" else [100, 201])
+    short = ledger_of([*session(0, "a", 0, 99), moved, *session(DAY_S, "b", 1, 9)])  # as in a container: one pid
+    assert [each.sent_bytes for each in short.by_run.values()] == [100, 10]
+
+
 def test_energy_is_added_up_over_lives_and_receipts_are_not() -> None:
     def told(joules: float, own: int) -> list[events.Event]:
         return [events.Energy(at=1.0, joules=joules), events.Receipts(at=1.0, claimed={}, signed={}, own=own)]

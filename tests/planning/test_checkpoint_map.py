@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import msgspec
@@ -17,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.planning.checkpoint_map import CheckpointMap, check_files, read_parameters
-from noloco_node.planning.model_layout import check_hub_weights, model_layout
+from noloco_node.planning.model_layout import check_download, check_hub_weights, hub_directory, model_layout
 from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
 from pipeline.model_config import Prepared, family_config, prepare
 from pipeline.partition import cut, slice_size
@@ -101,6 +102,20 @@ def test_what_is_missing_or_no_file_is_named(tmp_path: Path) -> None:
             check_files(prepared, stages, paths)
 
 
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    prepared, stages = layout("llama")
+    paths = sorted(tmp_path.glob("*.safetensors"))
+    tensors = load_file(paths[0])
+    save_file(tensors | {"of_another_program": torch.tensor([torch.inf])}, paths[0])
+    check_files(prepared, stages, paths)
+    name, weight = next(iter(tensors.items()))
+    save_file(tensors | {name: weight.clone().fill_(torch.nan)}, paths[0])
+    with pytest.raises(UserError, match="cannot be loaded") as caught:
+        check_files(prepared, stages, paths)
+    assert caught.value.why == f"{name} holds what is no finite number"
+
+
 def test_check_reads_the_header_of_a_model_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunConfig(model=ModelConfig(architecture="mixtral", sizes=FAMILIES["mixtral"]))
     run = msgspec.structs.replace(run, pipeline=PipelineConfig(sequence_length=32))
@@ -129,8 +144,13 @@ def test_check_reads_the_header_of_a_model_on_the_hub(monkeypatch: pytest.Monkey
         assert says in str(caught.value)
         shapes[name] = before
 
-    def away(*_: object, **__: object) -> None:
-        raise ConnectionError("no hub")
-
-    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", away)
-    check_hub_weights(on_hub, layout)
+    for error in (ConnectionError("no hub"), huggingface_hub.errors.HTTPError("no hub")):
+        away = Mock(side_effect=error)
+        monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", away)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", away)
+        monkeypatch.setattr(huggingface_hub.HfApi, "model_info", away)
+        check_hub_weights(on_hub, layout)
+        check_download(on_hub, None)
+        with pytest.raises(UserError, match="some/model cannot be fetched") as caught:
+            hub_directory(on_hub)
+        assert caught.value.code is Exit.UNREACHABLE

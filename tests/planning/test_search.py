@@ -273,6 +273,13 @@ def test_many_machines_keep_the_batch_or_say_what_becomes_of_it(
     assert ("fewer than the 20 that mix the replicas" in told) == (preset == "tiny")
 
 
+def test_a_plan_keeps_to_the_windows_that_a_run_file_may_have() -> None:
+    many = structs.replace(RUN.pipeline, sequence_length=64, microbatches_per_step=8, replicas=8192)
+    found = planned(structs.replace(LARGE, count=1), structs.replace(RUN, pipeline=many))
+    assert found is not None
+    validate(found.run)
+
+
 @pytest.mark.parametrize("count", [40, 300])
 def test_microbatches_that_cannot_be_halved_leave_fewer_replicas(count: int) -> None:
     run = decode_run(run_text("tiny"), "the preset")

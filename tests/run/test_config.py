@@ -24,7 +24,7 @@ from gossip.rule.stability import stability_bound, weighed_stability_bound
 from noloco_node.errors import Exit, UserError
 from noloco_node.run import runfile
 from noloco_node.run.config import DataConfig, ModelConfig, RunConfig
-from noloco_node.run.fields import fields_of, toml
+from noloco_node.run.fields import fields_of, toml, toml_table
 from noloco_node.run.presets import PRESETS, demo_run_text, numbers_of, run_text, with_fields, write_text, written
 from noloco_node.run.runfile import (
     RUN_TEXT_BYTES,
@@ -95,6 +95,13 @@ def test_it_loads_without_torch_or_transformers() -> None:
         (MODEL + WEIGHTS + FROZEN + "[adapter]\nrank = 4\nbase = 'int8'\n", "adapter.base = 'int8'", "init --lora"),
         (MODEL + WEIGHTS + FROZEN.replace("abab", "ABAB"), "model.frozen_files.0.digest", "init --from"),
         ("[model]\narchitecture = 'llama'\nsizes = {hidden_size = 1e9}\n", "model.sizes.hidden_size", "65,536"),
+        ("[model]\narchitecture = 'gpt_neo'\nsizes = {num_layers = 9999}\n", "model.sizes.num_layers", "1,024"),
+        ("[model]\narchitecture = 'mpt'\nsizes = {n_layers = 9999}\n", "model.sizes.n_layers", "1,024"),
+        (
+            "[model]\narchitecture = 'gpt_neo'\nsizes = {attention_types = [[['local'], 2000000000]]}\n",
+            "model.sizes.attention_types.0.1",
+            "1,024",
+        ),
         ("[model]\narchitecture = 'llama'\nsizes = {a = 2020-01-01}\n", "model.sizes.a", "number"),
         ("[model]\narchitecture = 'llama'\nsizes = {a = [[[[[1]]]]]}\n", "model.sizes.a.0.0.0.0", ""),
         (MODEL + "[pipeline]\nstages = 5\n", "pipeline.stages = 5", "4"),
@@ -552,6 +559,15 @@ def test_a_field_of_any_name_is_refused_in_a_sentence(name: str) -> None:
     for section in ("", "[outer]\n", "[data]\n"):
         with suppress(UserError):
             decode_run(f"{MODEL if section else ''}{section}{json.dumps(name)} = 1\n{'' if section else MODEL}", "x")
+
+
+@pytest.mark.parametrize("before", ["", "\n  ", "x = {", "x = [{a=1, "])
+@pytest.mark.parametrize("part", ["a.", " 'a b' . ", '"." .'])
+def test_a_key_of_many_parts_is_refused_before_it_takes_the_memory(before: str, part: str) -> None:
+    """One of two hundred kilobytes took all memory of the machine that read it, or half a minute."""
+    with pytest.raises(UserError, match="a key has more than 16 parts"):
+        decode_run(f"{before}{1000 * part}a=1", "a stranger's")
+    assert toml_table(f"{15 * 'a.'}a = '{1000 * part}'\n".replace("'a b'", "ab"), "ours")
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from noloco_node.data.encoding import open_tokenizer
 from noloco_node.errors import Exit, UserError
 from noloco_node.run.runfile import check_paths, check_text, decode_run
 
@@ -20,6 +22,22 @@ def test_a_directory_is_named_only_where_it_is_allowed() -> None:
         check_paths(run, ["/elsewhere"])
     assert caught.value.code is Exit.CONFIG
     check_paths(run, ["/elsewhere", path])
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/x", "a\\u0000b", 5000 * "a"])
+def test_a_path_that_the_system_cannot_follow_is_refused_as_any_other(path: str) -> None:
+    run = decode_run(f'{MODEL}[data]\ntokenizer = "{path}"\n', "a stranger's")
+    for use in (partial(check_paths, run, ()), partial(open_tokenizer, run.data)):
+        with pytest.raises(UserError, match=r"data\.tokenizer") as caught:
+            use()
+        assert caught.value.code is Exit.CONFIG
+    check_paths(run, [run.data.tokenizer])
+
+
+def test_a_repository_may_have_a_name_that_is_too_long_for_a_file() -> None:
+    name = f'"{300 * "a"}"\ncommit = "{COMMIT}"\n'
+    check_paths(decode_run(f"[model]\nhub = {name}", "a stranger's"), ())
+    check_paths(decode_run(f'{MODEL}[data]\nsource = "hub"\npath = {name}', "a stranger's"), ())
 
 
 def test_text_that_a_peer_names_for_itself_is_told() -> None:

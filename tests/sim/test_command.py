@@ -17,9 +17,9 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.run.presets import run_text
 from noloco_node.sim.report.collector import EventCollector
 from noloco_node.sim.report.command import SimulationRequest, complete, put_together, simulate_scenario
-from noloco_node.sim.report.figures import COMPUTING, MOMENTS, Report, make_report
+from noloco_node.sim.report.figures import COMPUTING, MOMENTS, PeerSpread, Report, make_report
 from noloco_node.sim.report.plot import picture
-from noloco_node.sim.report.text import bottleneck, heading, lines
+from noloco_node.sim.report.text import COLUMNS, WIDTH, bottleneck, heading, lines
 from noloco_node.sim.report.watchers import done_share, progress_line
 from noloco_node.sim.scenario.scenario import Scenario, decode_scenario, load_scenario
 from noloco_node.sim.scenario.setup import build_setup
@@ -205,14 +205,24 @@ def test_looking_on_changes_nothing(calm: Report) -> None:
 
 
 def test_the_text_says_what_matters(calm: Report, troubled: Report) -> None:
-    text = "\n".join(lines(troubled))
+    assert max(map(len, (*lines(troubled), *lines(calm)))) <= WIDTH
+    text = " ".join(" ".join(lines(troubled)).split())
     assert text.startswith("swarm: a swarm of quadratic models, 3 stages of 3 replicas, seed 0.")
-    assert bottleneck(troubled) in " ".join(text.split())
+    assert bottleneck(troubled) in text
     assert f"{troubled.tokens:,} tokens of {troubled.budget_tokens:,} planned" in text
     assert "3 of 3 happened" in text
     assert "crash s1r1" in text
     assert troubled.digest in text
     assert "faults" not in "\n".join(lines(calm))
+
+
+def test_a_swarm_that_waits_for_everything_fits_the_screen_too(calm: Report) -> None:
+    time, all_of_it = dict.fromkeys(COLUMNS, 1.0), PeerSpread(mean=1.0, least=1.0, most=1.0)
+    worst = {"time": time, "devices": all_of_it, "up": all_of_it, "down": all_of_it}
+    stages = tuple(msgspec.structs.replace(each, **worst) for each in calm.stages)
+    text = lines(msgspec.structs.replace(calm, stages=stages, tokens=10**15, budget_tokens=10**15))
+    assert max(map(len, text)) <= WIDTH
+    assert all(word in "\n".join(text) for each in COLUMNS.values() for word in each.split())
 
 
 def test_a_run_file_is_named_in_the_first_line(calm: Report) -> None:

@@ -305,16 +305,27 @@ def test_who_offered_one_snapshot_and_gives_another_is_refused() -> None:
     assert refused(40, 2.1 * NORM_FACTOR)
 
 
-async def test_a_full_disk_costs_the_snapshot_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("refusal", "said"),
+    [
+        (OSError(28, "No space left on device"), "no snapshot of stage 1 this time"),
+        (RuntimeError("can't allocate memory: you tried to allocate 9 bytes"), "no snapshot of stage 1 this time"),
+        (ValueError("a mistake of ours"), "the keeping of snapshots failed"),
+    ],
+    ids=["disk", "memory", "mistake"],
+)
+async def test_what_goes_wrong_with_a_snapshot_costs_it_and_nothing_else(
+    refusal: Exception, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(snapshot_keeper, "FAILURE_S", 20.0)
     hub, what, store = SimNetwork(), recipe(replicas=1, steps=4000, per_round=3), Memory()
-    store.refuses = True
+    store.refuses = refusal
     keeper, other = Peer(hub, what, "keeper", 0, job_s=0.3, snapshots=store), Peer(hub, what, "other", 1, job_s=0.3)
-    await until(lambda: any("no snapshot of stage 1 this time" in line for line in keeper.said))
-    store.refuses = False
+    await until(lambda: any(said in line for line in keeper.said))
+    store.refuses = None
     await until(lambda: 1 in store.kept)
     await over([keeper, other])
-    assert len([line for line in keeper.said if "no snapshot" in line]) == 1
+    assert len([line for line in keeper.said if said in line]) == 1
     assert store.kept[1][0].counters.peer == "other"
 
 

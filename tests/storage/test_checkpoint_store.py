@@ -26,11 +26,11 @@ def checkpoint(round: int) -> Checkpoint:
 def test_every_round_is_saved_as_far_as_the_share_of_time_goes(
     round_s: float, took_s: float, every_s: float, rounds: int
 ) -> None:
-    last, busy_s, saved = LastCheckpoint(0, 0.0, took_s), took_s, 0
+    last, busy_s, saved = LastCheckpoint(None, 0.0, took_s), took_s, 0
     for round in range(1, rounds + 1):
         now_s = took_s + round * round_s
-        if now_s >= last.ended_s and checkpoint_due(now_s, round, last, every_s):
-            last, busy_s, saved = LastCheckpoint(round, now_s + took_s, took_s), busy_s + took_s, saved + 1
+        if now_s >= last.ended_s and checkpoint_due(now_s, (1, round), last, every_s):
+            last, busy_s, saved = LastCheckpoint((1, round), now_s + took_s, took_s), busy_s + took_s, saved + 1
     # The first interval begins with a write of its own.
     assert busy_s <= SHARE * max(last.ended_s, took_s) + took_s + 1e-6
     if took_s <= SHARE * round_s:
@@ -39,9 +39,11 @@ def test_every_round_is_saved_as_far_as_the_share_of_time_goes(
 
 @given(every_s=st.floats(1.0, 600.0), waited=st.floats(0.0, 3.0))
 def test_without_rounds_it_is_saved_now_and_then(every_s: float, waited: float) -> None:
-    assert checkpoint_due(waited * every_s, 7, LastCheckpoint(7, 0.0, 0.0), every_s) == (waited * every_s >= every_s)
-    # A number that has fallen, in another stage, is another round.
-    assert checkpoint_due(1e-9, 3, LastCheckpoint(7, 0.0, 0.0), every_s)
+    last = LastCheckpoint((1, 7), 0.0, 0.0)
+    for place, before in (((1, 7), last), ((2, 0), last), ((2, 0), LastCheckpoint(None, 0.0, 0.0))):
+        assert checkpoint_due(waited * every_s, place, before, every_s) == (waited * every_s >= every_s)
+    for place in ((2, 3), (2, 7)):  # the same number at another stage is another round
+        assert checkpoint_due(1e-9, place, last, every_s)
 
 
 class Disk:
@@ -74,11 +76,11 @@ async def test_a_disk_that_refuses_is_said_once_and_is_a_state_until_it_takes_on
     writing = asyncio.create_task(saving.run())
     for round in range(1, 9):
         disk.refuses = 3 <= round <= 6
-        assert saving.due(round)
+        assert saving.due(0, round)
         saving.begin(checkpoint(round))
-        assert not saving.due(round)
+        assert not saving.due(0, round)
         await asyncio.sleep(5.0)
-        assert not saving.due(round)
+        assert not saving.due(0, round)
         states.append(saving.trouble)
     assert disk.written == [1, 2, 7, 8]
     writing.cancel()
@@ -100,6 +102,8 @@ async def test_the_last_one_waits_for_the_one_before_it_and_is_always_said() -> 
     await asyncio.sleep(1.0)
     assert await saving.finish(checkpoint(2))
     assert disk.written == [1, 2]
+    held = {(stage, round): saving.holds(stage, round) for stage in (0, 1) for round in (0, 1, 2)}
+    assert [place for place, is_held in held.items() if is_held] == [(0, 0), (0, 2), (1, 0)], "not of another stage"
     disk.refuses = True
     assert not await saving.finish(checkpoint(3))
     assert not await saving.finish(checkpoint(3))

@@ -104,11 +104,11 @@ class Text:
 
 
 class Memory:
-    """Snapshots in memory, which several peers may share. `refuses`: there is no room for another one."""
+    """Snapshots in memory, which several peers may share. `refuses`: why there is no room for another one."""
 
     def __init__(self) -> None:
         self.kept: dict[int, list[Checkpoint]] = {}
-        self.refuses = False
+        self.refuses: Exception | None = None
         self.reads = 0
 
 
@@ -120,8 +120,8 @@ class _Archive(MemoryStore):
         self._memory = memory
 
     async def keep(self, snapshot: Checkpoint) -> None:
-        if self._memory.refuses:
-            raise OSError(28, "No space left on device")
+        if self._memory.refuses is not None:
+            raise self._memory.refuses
         self._memory.kept.setdefault(snapshot.counters.stage, []).append(snapshot)
 
     async def stages(self) -> tuple[int, ...]:

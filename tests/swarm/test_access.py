@@ -190,6 +190,28 @@ async def test_whoever_is_shut_out_is_told_so() -> None:
     assert "shut you out" in caught.value.why
 
 
+async def test_a_door_that_signs_and_refuses_again_and_again_ends_the_attempt() -> None:
+    owned, shown = OwnedRun("open"), list[bytes]()
+    door = owned.hub.network(owned.door)
+
+    async def refuse(conversation: Conversation) -> None:
+        shown.append((await conversation.receive()).ticket)
+        assert len(shown) < 50
+        await conversation.send(admission_hook.TicketVerdict(refusal="its ticket has expired", revocations=b""))
+
+    async def sign(conversation: Conversation) -> None:
+        await conversation.receive()
+        until = NOW_S + 10**6 + len(shown)
+        ticket = TicketSigner(key(0)).ticket(owned.digest, conversation.peer, MEMBER, until)
+        await conversation.send(ticket_service.TicketReply(ticket=ticket, refusal=""))
+
+    await door.serve(admission_hook.TOPIC, admission_hook.SCHEMA, refuse)
+    await door.serve(ticket_service.TOPIC, ticket_service.SCHEMA, sign)
+    with pytest.raises(UserError, match="does not let us in"):
+        await owned.enter(PEER, owned.access(InviteCredential(), MEMBER))
+    assert len(set(shown)) == len(shown) == admission_hook.MOST_TRIES
+
+
 async def test_without_a_pass_a_run_with_an_owner_gives_nothing() -> None:
     owned = await opened("open")
     with pytest.raises(UserError, match="does not let us in") as caught:
@@ -287,6 +309,30 @@ async def test_a_node_that_slept_over_the_end_of_its_ticket_asks_for_another_and
     assert len(owned.asked) == 1
     assert way.admission is not None
     assert way.admission.held.until == NOW_S + 100 * DAY_S
+
+
+async def test_a_clock_that_jumps_ahead_ends_no_node_at_once_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By it each ticket has expired, also one that was signed a moment ago: nobody has refused us anything."""
+    owned, ahead_s = await opened("open"), [0.0]
+    right = owned.now_s
+    monkeypatch.setattr(owned, "now_s", lambda: right() + ahead_s[0])
+    way = owned.access(InviteCredential(), MEMBER)
+    network = await owned.enter(PEER, way)
+    assert way.admission is not None
+    held = way.admission.held.raw
+    for ahead_s[0] in (100.0 * DAY_S, 0.0):
+        for _ in range(3):
+            await network.read_all(["anything"])
+            await asyncio.sleep(GRACE_S / 4)
+    assert way.admission.held.raw == held
+    assert len(owned.asked) < 8, "not at each use"
+    ahead_s[0] = 100.0 * DAY_S
+    await network.read_all(["anything"])
+    await asyncio.sleep(GRACE_S + 1.0)
+    with pytest.raises(UserError, match="Nobody gives us a ticket") as caught:
+        await network.read_all(["anything"])
+    assert caught.value.code is Exit.UNREACHABLE
+    assert "clock" in caught.value.why
 
 
 async def test_an_expired_ticket_is_borne_for_a_while_where_nobody_answers() -> None:

@@ -93,6 +93,8 @@ def test_a_clock_that_is_off_is_said(off_s: float, word: str) -> None:
     with pytest.raises(UserError, match=f"clock is 61 s {word} a peer's"):
         fetched({"right": serve}, ["right"])
     check_clock(JOINING_CLOCK_ERROR_S - 1, "somebody")
+    # One whose clock agrees with ours is enough: anybody may say anything of its own.
+    assert fetched({"right": serve, "other": OURS.serve}, ["right", "other", "nobody"]).text == OURS.text
 
 
 def roster(*progress: float, round: int = 1) -> Roster:

@@ -32,6 +32,7 @@ from noloco_node.sim.scenario.scenario import Scenario, line_of, load_scenario, 
 from noloco_node.sim.scenario.setup import SimSetup, base, build_setup
 from noloco_node.sim.world import Stuck, Watcher, World, simulate
 from noloco_node.storage import atomic_file
+from noloco_node.storage.home import typed
 from noloco_node.terminal import Bar
 from noloco_node.web.places import PagePlace
 from noloco_node.web.server import Page, page_in_thread
@@ -59,7 +60,7 @@ class SimulationRequest(NamedTuple):
     @property
     def directory(self) -> Path | None:
         if self.out is not None:
-            return self.out.expanduser()
+            return typed(self.out)
         return DEFAULT_OUT if self.trace or not self.as_json else None
 
 

@@ -30,12 +30,12 @@ COLUMNS = {
     str(Cause.ENDING): "ending",
 }
 MOST_LISTED = 20
-WIDTH = 100
-"""Columns of the sentence; the tables are about as wide."""
+WIDTH, MARGIN = 80, 12  # columns of a line, and of what says what is in it
+MOST_WAITS = 6  # columns of a table of them
 
 
 def lines(report: Report) -> list[str]:
-    return [
+    whole = [
         *heading(report),
         "",
         *textwrap.wrap(" ".join(filter(None, (report.standstill, bottleneck(report)))), WIDTH),
@@ -60,6 +60,7 @@ def lines(report: Report) -> list[str]:
         "",
         f"digest of all weights {report.digest}",
     ]
+    return [part for line in whole for part in textwrap.wrap(line, WIDTH, subsequent_indent=MARGIN * " ") or [""]]
 
 
 def heading(report: Report) -> list[str]:
@@ -105,15 +106,20 @@ def _spread(spread: PeerSpread | None) -> str:
 
 
 def _devices(stages: Sequence[StageReport]) -> list[str]:
-    text = [f"{'use of':<12}{'peers':>6}   {'devices':<22}{'uplinks':<22}{'downlinks':<22}".rstrip()]
+    text = [f"{'use of':<12}{'peers':>6}   {'devices':<20}{'uplinks':<20}{'downlinks'}"]
     for stage in stages:
-        cells = "".join(f"{_spread(each):<22}" for each in (stage.devices, stage.up, stage.down))
+        cells = "".join(f"{_spread(each):<20}" for each in (stage.devices, stage.up, stage.down))
         text.append(f"  stage {stage.stage:<4}{stage.peers:>6}   {cells}".rstrip())
     return text
 
 
 def _waits(stages: Sequence[StageReport]) -> list[str]:
     shown = [name for name in COLUMNS if any(stage.time.get(name, 0.0) >= 0.0005 for stage in stages)]
+    tables = (shown[at : at + MOST_WAITS] for at in range(0, max(1, len(shown)), MOST_WAITS))
+    return [line for table in tables for line in _table_of_waits(table, stages)]
+
+
+def _table_of_waits(shown: Sequence[str], stages: Sequence[StageReport]) -> list[str]:
     upper = [COLUMNS[name].partition("\n")[0] if "\n" in COLUMNS[name] else "" for name in shown]
     lower = [COLUMNS[name].rpartition("\n")[2] for name in shown]
     text = [f"{'time of':<12}" + "".join(f"{word:>11}" for word in upper).rstrip()] if any(upper) else []

@@ -25,6 +25,7 @@ from noloco_node.run.fields import Problem, converted, fields_of, out_of_bounds,
 from noloco_node.sim.network.link_model import NetworkConditions, NotNegative, Positive, PositiveCount, Share
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault, Join
+from noloco_node.storage.home import typed
 
 SCENARIO_BYTES = 2**20
 MOST_PEERS = 20_000
@@ -156,7 +157,7 @@ def load_scenario(path: Path) -> Scenario:
     scenario = decode_scenario(text, str(path))
     if scenario.swarm.run is None:
         return scenario
-    run = str(path.parent / Path(scenario.swarm.run).expanduser())
+    run = str(path.parent / typed(scenario.swarm.run))
     return msgspec.structs.replace(scenario, swarm=msgspec.structs.replace(scenario.swarm, run=run))
 
 

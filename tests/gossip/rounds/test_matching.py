@@ -308,12 +308,43 @@ def test_partners_are_asked_in_order_and_not_before_their_time() -> None:
     assert some.next(["a", "b"], 0.0) == ("a", 0.0)
 
 
-@pytest.mark.parametrize("told_s", [-1.0, 1e9, float("nan"), float("inf")])
-def test_estimates_are_believed_within_reason(told_s: float) -> None:
+@given(
+    st.floats(0.0, 1e9), st.sampled_from([reason for reason in DeclineReason if reason is not DeclineReason.LEAVING])
+)
+def test_estimates_are_believed_until_the_next_round(told_s: float, reason: DeclineReason) -> None:
+    """A round may last for hours; its opener asks us then, so that nothing is lost by an estimate that is too long."""
     some = prospects()
-    some.declined("a", refusal(DeclineReason.NOT_OPEN, told_s), 100.0)
-    peer, wait_s = some.next(["a"], 100.0)
-    assert (peer, wait_s) == (None, 20.0)
+    some.declined("a", refusal(reason, told_s), 100.0)
+    peer, wait_s = some.next(["a"], 100.0 + 0.9 * told_s)
+    assert peer is None
+    assert 0.0 < wait_s <= 20.0
+    assert some.next(["a"], 100.2 + told_s) == ("a", 0.0)
+    some.clear()
+    assert some.next(["a"], 100.0) == ("a", 0.0)
+
+
+names = st.lists(st.sampled_from("abcdefgh"), unique=True)
+
+
+@given(names, names, names, names)
+def test_peers_that_proposed_are_asked_first_and_once_a_round(
+    order: list[str], proposed: list[str], asked: list[str], again: list[str]
+) -> None:
+    """Once: otherwise one that proposes without end and never meets would keep us from all others."""
+    some = prospects()
+    for peer in proposed:
+        some.proposed(peer)
+    for peer in asked:
+        some.put_off(peer, 60.0, 0.0)
+    for peer in again:
+        some.proposed(peer)
+    waiting, free = {*proposed, *again}, [peer for peer in order if peer not in asked]
+    turns = []
+    while (peer := some.next(order, 1.0)[0]) is not None:
+        turns.append(peer)
+        some.put_off(peer, 60.0, 1.0)
+        some.proposed(peer)
+    assert turns == sorted(free, key=lambda peer: peer not in waiting)
 
 
 def test_whoever_is_leaving_is_left_alone() -> None:
@@ -331,3 +362,5 @@ def test_only_so_many_are_asked_in_one_round() -> None:
     for peer in order[:ASKED_AT_MOST]:
         some.put_off(peer, 5.0, 0.0)
     assert some.next(order, 0.0)[0] is None
+    some.proposed(order[-1])
+    assert some.next(order, 0.0) == (order[-1], 0.0)

@@ -822,6 +822,27 @@ def test_an_exchange_that_runs_out_of_time_has_more_next_time_unless_work_stands
             assert len(toy.met) >= 3
 
 
+@both_forms
+def test_whoever_has_given_a_meeting_up_acknowledges_nothing(blocking: bool) -> None:
+    """Else the partner would take the step alone. The last round gives a meeting up that takes too long."""
+    given_up: list[str] = []
+    askers: list[str] = []
+
+    def tamper(sender: str, receiver: str, message: Any) -> Any:
+        if isinstance(message, Accept):
+            askers.append(receiver)
+        if isinstance(message, Weights) and receiver == askers[0] and not given_up:
+            given_up.append(receiver)
+            toys[receiver].rounds._round_state.end_meeting()
+        return message
+
+    toys = {toy.name: toy for toy in pair(replace(SETTINGS, blocking=blocking), World(tamper=tamper))}
+    run(live(list(toys.values()), 30))
+    assert len(given_up) == 1
+    first, second = toys.values()
+    assert len(first.met) == len(second.met) == 1, "they meet once more, and step together"
+
+
 @given(st.lists(st.booleans(), max_size=30), st.booleans())
 def test_the_time_of_an_exchange_is_bounded_whatever_befalls_it(fates: list[bool], blocking: bool) -> None:
     round_state = pair(replace(SETTINGS, blocking=blocking), World())[0].rounds._round_state

@@ -224,3 +224,18 @@ async def test_a_round_fraction_is_that_of_the_steps_since_the_last_outer_step(
     assert state.round_fraction == min(1.0, max(1, more) / of_fastest)
     state.slow_steps = None
     assert state.round_fraction == 1.0, "not known: the bound is as tight as for a whole round"
+
+
+async def test_proposals_are_remembered_until_our_step() -> None:
+    state = closed()
+    for peer in ("c", "a stranger"):
+        state.note_proposal(peer)
+    for skipped in (False, True):
+        if skipped:
+            state.close()
+        state.begin_round(last=False)
+        state.open(SNAPSHOT)
+        assert state.queue.next(["b", "a stranger", "c"], 0.0) == ("c", 0.0)
+    state.engage("b", 1)
+    state.step(PENDING, take)
+    assert state.queue.next(["b", "a stranger", "c"], 0.0) == ("b", 0.0)

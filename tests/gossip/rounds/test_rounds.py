@@ -82,6 +82,27 @@ async def test_equal_replicas_in_different_phases_do_not_fall_into_fixed_pairs(s
         assert partners.total() >= 36
 
 
+@pytest.mark.parametrize("step_s", [1.0, 30.0])
+async def test_proposals_do_not_grow_with_the_length_of_a_round(step_s: float) -> None:
+    """Each asks the other of a pair once a round at most, however long the other takes until its round opens."""
+    world = World()
+    toys = [Toy(world, f"p{number}", SETTINGS, step_s=step_s) for number in range(2)]
+
+    async def late(toy: Toy, steps: int) -> None:
+        await asyncio.sleep(steps * step_s)
+        await toy.train(20 * 10)
+
+    runners = [asyncio.create_task(toy.rounds.run()) for toy in toys]
+    async with asyncio.TaskGroup() as group:
+        for toy, steps in zip(toys, (0, 7), strict=True):
+            group.create_task(late(toy, steps))
+    for runner in runners:
+        runner.cancel()
+    for toy in toys:
+        assert len(toy.met) >= 9
+        assert toy.rounds.statistics()["proposals_sent"] <= 11
+
+
 def test_with_an_odd_number_one_skips_each_round() -> None:
     toys = swarm(World(), 3)
     # The last meeting needs a moment after the opening at step 200, the last skipped round is at step 220.

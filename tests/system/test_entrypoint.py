@@ -1,0 +1,81 @@
+"""What a container does before its program runs: the entry point of the image, with no engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from limits import LAST_RESORT_S
+from repository import ROOT
+
+from noloco_node.errors import Exit
+
+SHOWS = 'echo "$@"; cat'
+
+
+@contextmanager
+def container(invite: Path, *words: str, program: str = SHOWS) -> Iterator[subprocess.Popen[str]]:
+    """Run what a container runs, with `program` for noloco-node."""
+    installed = invite.parent / "noloco-node"
+    installed.write_text(f"#!/bin/sh\n{program}\n")
+    installed.chmod(0o755)
+    environment = {"PATH": f"{invite.parent}:{os.environ['PATH']}", "INVITE_FILE": str(invite)}
+    words = ("sh", str(ROOT / "docker" / "entrypoint.sh"), *words)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextmanager
+def waiting(invite: Path) -> Iterator[subprocess.Popen[str]]:
+    with container(invite, "node", "--stay") as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == f"waiting for the invite in {invite}\n"
+        yield process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_container_that_waits_for_its_invite_heeds_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+    with waiting(tmp_path / "invite") as process:
+        process.send_signal(number)
+        _, said = process.communicate(timeout=LAST_RESORT_S)
+    assert (process.returncode, said) == (Exit.INTERRUPTED, "noloco-node: interrupted\n")
+
+
+def test_a_container_that_makes_its_run_file_heeds_a_signal(tmp_path: Path) -> None:
+    with container(tmp_path / "invite", "bootstrap", program="echo $$ $1; exec tail -f /dev/null") as process:
+        assert process.stdout is not None
+        made, word = process.stdout.readline().split()
+        try:
+            process.send_signal(signal.SIGINT)
+            assert (word, process.wait(LAST_RESORT_S)) == ("init", Exit.INTERRUPTED)
+        finally:
+            os.kill(int(made), signal.SIGKILL)  # as the end of its first process does in a container
+
+
+def test_an_invite_reaches_the_node_as_soon_as_it_is_there_and_shows_in_no_list_of_processes(tmp_path: Path) -> None:
+    invite = tmp_path / "invite"
+    with waiting(invite) as process:
+        invite.touch()  # as the bootstrap peer makes it, before it has something to say
+        (tmp_path / "whole").write_text("noloco6:secret\nwhat stands below\n")
+        (tmp_path / "whole").replace(invite)
+        shown, _ = process.communicate(timeout=LAST_RESORT_S)
+    assert shown == "join - --home /home/noloco/home --stay\nnoloco6:secret\n"
+    assert process.returncode == Exit.OK
+
+
+def test_an_invite_that_cannot_be_read_is_no_reason_to_wait(tmp_path: Path) -> None:
+    invite = tmp_path / "invite"
+    invite.mkdir()  # even root cannot read its first line
+    with container(invite, "node") as process:
+        _, said = process.communicate(timeout=LAST_RESORT_S)
+    assert f"noloco-node: user {os.getuid()} cannot read the invite: error reading '{invite}': Is a directory" in said
+    assert process.returncode == Exit.CONFIG
