@@ -65,3 +65,15 @@ def test_a_line_that_carries_less_up_asks_for_more_replicas_of_who_sends_most() 
     assert alike.replicas == (8, 8)
     assert narrow.replicas == (9, 7)
     assert narrow.tokens_per_s > 1.12 * alike.tokens_per_s * 20.0 / UP
+
+
+@given(
+    seconds=st.lists(st.sampled_from([0.1, 0.5, 1.0]) | st.floats(1e-9, 1e9), min_size=1, max_size=8),
+    count=st.integers(0, 60),
+)
+def test_thousands_of_peers_settle_as_one_after_the_other_would(seconds: list[float], count: int) -> None:
+    found = [0] * len(seconds)
+    for _ in range(count):
+        found[min(range(len(seconds)), key=lambda stage: found[stage] / seconds[stage])] += 1
+    assert settled(seconds, count) == tuple(found)
+    assert sum(settled(seconds, 10**7)) == 10**7  # at once
