@@ -103,7 +103,8 @@ def longest_sequence(config: Config | Mapping[str, Any]) -> int | None:
     """Return the tokens of the longest sequence that a model can read, of its config or the JSON of one; None for any
     length."""
     named = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
-    return next((int(found) for name in _POSITIONS if (found := named(name))), None)
+    given = (named(name) for name in _POSITIONS)
+    return next((int(each) for each in given if isinstance(each, int | float) and 1 <= each <= LARGEST_NUMBER), None)
 
 
 def prepare(config: Config, dropout: float = 0.0) -> Prepared:

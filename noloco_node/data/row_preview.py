@@ -98,7 +98,7 @@ def _rows(data: DataConfig, length: int) -> Iterator[str]:
     counts, shown, fitting, held_out, more = _Counts([], [], []), 0, 0, 0, False
     try:
         while (document := documents.next()) is not None:
-            if data.source == "hub" and fitting == MEASURED:
+            if data.source == "hub" and fitting + sum(unread.counts.values()) >= MEASURED:
                 more = True
                 break
             (text,) = document.texts

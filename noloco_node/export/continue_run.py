@@ -83,9 +83,13 @@ def continuing_text(directory: Path, preset: str, adapter: AdapterConfig = NO_AD
         "sequence_length": length,
         "learning_rate": f"{float(given['learning_rate']) / slower:g}",
     }
+    try:
+        sizes = "\n".join(f"{name} = {toml(value)}" for name, value in sizes_of(config).items())
+    except TypeError as error:
+        raise _no_model(directory, f"its config.json cannot be written into a run file: {error}") from error
     model = _MODEL.format(
         architecture=toml(config.model_type),
-        sizes="\n".join(f"{name} = {toml(value)}" for name, value in sizes_of(config).items()),
+        sizes=sizes,
         weights="\n\n".join(sections("model.weights", files)),
     )
     text = written(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import datasets
 import pytest
 from checkpoints import write_tokenizer
 from torch import nn
@@ -14,9 +17,13 @@ from typer.testing import CliRunner, Result
 
 import noloco_node
 from noloco_node.cli.main import app
-from noloco_node.data import row_preview
+from noloco_node.data import dataset_documents, row_preview
+from noloco_node.data.row_encoder import UnfitRowError
+from noloco_node.data.row_preview import preview
 from noloco_node.errors import Exit, UserError
+from noloco_node.run.config import DataConfig
 from noloco_node.run.presets import run_text
+from noloco_node.run.runfile import decode_run
 
 ASKED = {"messages": [{"role": "user", "content": "Grüße?"}, {"role": "assistant", "content": "Hallo!\n\tWelt"}]}
 LONG = {"messages": [{"role": "user", "content": "why " * 60}, {"role": "assistant", "content": "so"}]}
@@ -134,3 +141,23 @@ def test_a_run_whose_program_reads_its_own_data_shows_none(tmp_path: Path) -> No
     refused = show(noloco_node.init(tmp_path / "run.toml", nn.Linear(2, 1), steps=1))
     assert isinstance(refused.exception, UserError)
     assert "reads no data" in refused.exception.what
+
+
+def test_of_a_data_set_of_the_hub_no_more_rows_are_read_where_none_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def rows() -> Iterator[dict[str, str]]:
+        for number in range(1000):
+            read.append(number)
+            yield {"prompt": "a", "completion": "b"}
+
+    stream = datasets.IterableDataset.from_generator(rows)
+    monkeypatch.setattr(row_preview, "load_rows", lambda data: stream)
+    monkeypatch.setattr(row_preview, "MEASURED", 20)
+    monkeypatch.setattr(dataset_documents, "CHUNK_ROWS", 7)
+    monkeypatch.setattr(row_preview.RowEncoder, "document", Mock(side_effect=UnfitRowError("does not fit")))
+    data = DataConfig(source="hub", path="some/rows", commit="0" * 40, form="prompt")
+    with pytest.raises(UserError, match="None of 20 rows") as caught:
+        list(preview(decode_run(run_text("tiny"), "the preset"), data))
+    assert caught.value.code is Exit.DATA
+    assert len(read) < 40

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import LLAMA, write_model, write_tokenizer
@@ -23,6 +26,7 @@ from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm.invite import SCHEME
 from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import RunFileText
+from pipeline.model_config import longest_sequence
 
 OWNER = "12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
 NOBODY = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -96,7 +100,10 @@ def test_what_a_stranger_calls_a_tokenizer_ends_in_a_sentence(checkpoint: Path) 
 
 @pytest.mark.parametrize(
     ("size", "end", "why"),
-    [(200, "<|end|>", "cannot be used: .* has 2.. tokens"), (384, None, "cannot be used: documents are joined")],
+    [
+        (200, "<|end|>", "cannot be used: the ids of .* go up to 2.., "),
+        (384, None, "cannot be used: documents are joined"),
+    ],
 )
 def test_a_tokenizer_that_does_not_fit_is_refused_by_init(tmp_path: Path, size: int, end: str | None, why: str) -> None:
     directory = tmp_path / "checkpoint"
@@ -109,3 +116,18 @@ def test_a_tokenizer_that_does_not_fit_is_refused_by_init(tmp_path: Path, size: 
     with pytest.raises(UserError, match="no model to go on from") as caught:
         continuing_text(directory, "tiny")
     assert re.search(why, caught.value.why)
+
+
+@pytest.mark.parametrize("rope", ['{"rope_theta": 10000.0, "odd": [null]}', "[" * 10**5])
+def test_a_config_that_no_run_file_can_hold_is_refused_by_init(tmp_path: Path, rope: str) -> None:
+    write_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_bytes()) | {"rope_parameters": "rope"}
+    (tmp_path / "config.json").write_text(json.dumps(config).replace('"rope"', rope))
+    with pytest.raises(UserError, match="no model to go on from"):
+        continuing_text(tmp_path, "tiny")
+
+
+@pytest.mark.parametrize("positions", ["x", [None], math.inf, math.nan, -1, None, 0])
+def test_a_length_that_is_none_is_no_bound(positions: Any) -> None:
+    assert longest_sequence({"max_position_embeddings": positions}) is None
+    assert longest_sequence({"max_position_embeddings": positions, "n_positions": 64}) == 64

@@ -238,7 +238,7 @@ class Neighbourhood:
 @pytest.mark.parametrize("liars", [0, 1, 5])
 @pytest.mark.parametrize("lie", ["invents", "renames"])
 @pytest.mark.parametrize("seed", range(5))
-def test_no_neighbours_hide_others_by_what_they_say_of_a_place(lie: str, liars: int, seed: int) -> None:
+async def test_no_neighbours_hide_others_by_what_they_say_of_a_place(lie: str, liars: int, seed: int) -> None:
     """The liars name peers beside the place that do not exist, or others under ids beside it. A tenth just died."""
     dht_id, rng = inside("dht.routing:DHTID"), Random(seed)
     place = rng.randbytes(20)
@@ -259,19 +259,16 @@ def test_no_neighbours_hide_others_by_what_they_say_of_a_place(lie: str, liars: 
     lying, invented = set(nearest[2 : 2 + liars]), tried[:40]
     nodes.dead = set(rng.sample(sorted(set(nearest) - lying, key=str), 6))
 
-    async def main() -> None:
-        found = await nodes.node.nearest(place, 12)
-        assert len(found) == len(set(found)) == 12
-        assert set(found) <= set(nodes.peers) - nodes.dead
-        living = [peer for peer in nodes.order(query) if peer not in nodes.dead][:12]
-        assert len(set(found) & set(living)) >= 8
-        assert nodes.asked.total() <= 48
-
-    asyncio.run(main())
+    found = await nodes.node.nearest(place, 12)
+    assert len(found) == len(set(found)) == 12
+    assert set(found) <= set(nodes.peers) - nodes.dead
+    living = [peer for peer in nodes.order(query) if peer not in nodes.dead][:12]
+    assert len(set(found) & set(living)) >= 8
+    assert nodes.asked.total() <= 48
 
 
 @given(st.integers(0, 2**32), st.integers(2, 30), st.integers(1, 6))
-def test_a_peer_whose_node_says_another_id_is_neither_asked_again_nor_stored_to(
+async def test_a_peer_whose_node_says_another_id_is_neither_asked_again_nor_stored_to(
     seed: int, count: int, liars: int
 ) -> None:
     rng = Random(seed)
@@ -282,36 +279,30 @@ def test_a_peer_whose_node_says_another_id_is_neither_asked_again_nor_stored_to(
     lying = set(nodes.order(query)[:liars]) - {nodes.me}
     nodes.says = {peer: type(query)(int(query) ^ number) for number, peer in enumerate(lying, 2)}
 
-    async def main() -> None:
-        for _ in range(2):
-            found = await nodes.node.nearest(place, 12)
-            assert list(found) == [peer for peer in nodes.order(beside) if peer not in lying][:12]
-        assert not any(peer in nodes.table for peer in lying)
-        nodes.asked.clear()
-        for peer in lying:
-            assert await nodes.node.find(peer, place) is None
-            assert await nodes.node.store(peer, place, "me", b"", 1.0) is None
-        assert not nodes.asked
-        for peer in set(nodes.peers) - lying - {nodes.me}:
-            assert await nodes.node.find(peer, place) == {}
-            assert await nodes.node.store(peer, place, "me", b"", 1.0)
-
-    asyncio.run(main())
+    for _ in range(2):
+        found = await nodes.node.nearest(place, 12)
+        assert list(found) == [peer for peer in nodes.order(beside) if peer not in lying][:12]
+    assert not any(peer in nodes.table for peer in lying)
+    nodes.asked.clear()
+    for peer in lying:
+        assert await nodes.node.find(peer, place) is None
+        assert await nodes.node.store(peer, place, "me", b"", 1.0) is None
+    assert not nodes.asked
+    for peer in set(nodes.peers) - lying - {nodes.me}:
+        assert await nodes.node.find(peer, place) == {}
+        assert await nodes.node.store(peer, place, "me", b"", 1.0)
 
 
 @given(st.integers(0, 2**32))
-def test_a_peer_that_says_another_id_in_its_own_request_is_refused(seed: int) -> None:
+async def test_a_peer_that_says_another_id_in_its_own_request_is_refused(seed: int) -> None:
     rng = Random(seed)
     nodes = Neighbourhood([some_peer(rng) for _ in range(3)])
     liar = nodes.peers[1]
 
-    async def main() -> None:
-        await nodes.protocol.update_routing_table(id_of(some_peer(rng)), liar)
-        assert liar not in nodes.table
-        assert await nodes.node.find(liar, rng.randbytes(20)) is None
-        assert not nodes.asked
-
-    asyncio.run(main())
+    await nodes.protocol.update_routing_table(id_of(some_peer(rng)), liar)
+    assert liar not in nodes.table
+    assert await nodes.node.find(liar, rng.randbytes(20)) is None
+    assert not nodes.asked
 
 
 TICKETS = {
@@ -326,7 +317,7 @@ TICKETS = {
 
 @pytest.mark.parametrize("shown", TICKETS)
 @pytest.mark.parametrize("kind", ["PingRequest", "FindRequest", "StoreRequest"])
-def test_in_a_run_with_an_owner_a_caller_is_answered_by_its_ticket(kind: str, shown: str) -> None:
+async def test_in_a_run_with_an_owner_a_caller_is_answered_by_its_ticket(kind: str, shown: str) -> None:
     """A ping is answered always, a reading by a ticket to look; neighbours are the peers that may train."""
 
     def code(*parts: Any) -> bytes:
@@ -342,27 +333,24 @@ def test_in_a_run_with_an_owner_a_caller_is_answered_by_its_ticket(kind: str, sh
     async def handler(request: Any, context: Any) -> bool:
         return await answers.validate_request(request)
 
-    async def main() -> None:
-        added: list[Any] = []
+    added: list[Any] = []
 
-        async def add(*arguments: Any, **options: Any) -> None:
-            added.append((*arguments, options))
+    async def add(*arguments: Any, **options: Any) -> None:
+        added.append((*arguments, options))
 
-        client = SimpleNamespace(add_protobuf_handler=add)
-        _name_callers(client)
-        await client.add_protobuf_handler("rpc", handler, "type", balanced=False)
-        ((name, noting, *others),) = added
-        assert (name, others) == ("rpc", ["type", {"balanced": False}])
-        context = SimpleNamespace(remote_id=load_hivemind().PeerID.from_base58(peer_of(public(1))))
-        await calls.sign_request(request, None)
-        answered = await noting(request, context)
-        assert answered == (shown in {"PingRequest": TICKETS, "FindRequest": ("train", "look")}.get(kind, ("train",)))
-        if answered:
-            assert bool(request.peer.node_id) == (shown == "train")
-        request.auth.signature = b"spoilt"
-        assert not await noting(request, context)
-
-    asyncio.run(main())
+    client = SimpleNamespace(add_protobuf_handler=add)
+    _name_callers(client)
+    await client.add_protobuf_handler("rpc", handler, "type", balanced=False)
+    ((name, noting, *others),) = added
+    assert (name, others) == ("rpc", ["type", {"balanced": False}])
+    context = SimpleNamespace(remote_id=load_hivemind().PeerID.from_base58(peer_of(public(1))))
+    await calls.sign_request(request, None)
+    answered = await noting(request, context)
+    assert answered == (shown in {"PingRequest": TICKETS, "FindRequest": ("train", "look")}.get(kind, ("train",)))
+    if answered:
+        assert bool(request.peer.node_id) == (shown == "train")
+    request.auth.signature = b"spoilt"
+    assert not await noting(request, context)
 
 
 @pytest.mark.parametrize("knows", ["nobody", "the callee", "no owner yet"])
@@ -502,7 +490,7 @@ def test_a_ticket_costs_a_call_so_many_bytes(ticket: bytes, bytes_more: int) -> 
 
 
 @given(st.integers(0, 2**32), st.integers(2, 30), st.sets(st.integers(0, 29)), st.booleans())
-def test_peers_that_the_owner_shuts_out_are_neither_found_nor_asked_nor_stored_to(
+async def test_peers_that_the_owner_shuts_out_are_neither_found_nor_asked_nor_stored_to(
     seed: int, count: int, places: set[int], shown: bool
 ) -> None:
     """`shown`: we know their tickets, which have expired; else the owner's list names them."""
@@ -521,20 +509,17 @@ def test_peers_that_the_owner_shuts_out_are_neither_found_nor_asked_nor_stored_t
     else:
         state.take_revocations(encode_list(signed_list(key(0), RUN, 1, {public(each): NOW_S + 9 for each in out})))
 
-    async def main() -> None:
-        refused = {nodes.peers[number] for number in out}
-        found = await nodes.node.nearest(place, 30)
-        assert set(found) == set(nodes.peers) - refused
-        for peer in refused:
-            assert await nodes.node.find(peer, place) is None
-            assert await nodes.node.store(peer, place, "me", b"", 1.0) is None
-        assert not refused & set(nodes.asked)
-        for peer in nodes.peers[1:]:  # as when it answers a ping
-            await nodes.protocol.update_routing_table(id_of(peer), peer)
-        assert not any(peer in nodes.table for peer in refused), "a neighbour is given records to keep"
-        assert all(peer in nodes.table for peer in set(nodes.peers[1:]) - refused)
-
-    asyncio.run(main())
+    refused = {nodes.peers[number] for number in out}
+    found = await nodes.node.nearest(place, 30)
+    assert set(found) == set(nodes.peers) - refused
+    for peer in refused:
+        assert await nodes.node.find(peer, place) is None
+        assert await nodes.node.store(peer, place, "me", b"", 1.0) is None
+    assert not refused & set(nodes.asked)
+    for peer in nodes.peers[1:]:  # as when it answers a ping
+        await nodes.protocol.update_routing_table(id_of(peer), peer)
+    assert not any(peer in nodes.table for peer in refused), "a neighbour is given records to keep"
+    assert all(peer in nodes.table for peer in set(nodes.peers[1:]) - refused)
 
 
 @pytest.mark.parametrize("right", ["open", "ticket", "none"])
@@ -557,7 +542,7 @@ def test_a_node_joins_by_pings_and_asks_further_as_soon_as_it_may(right: str) ->
 
 
 @pytest.mark.parametrize("first", ["none", "expired"])
-def test_before_it_has_a_good_ticket_a_node_asks_nobody_in_a_run_with_an_owner(first: str) -> None:
+async def test_before_it_has_a_good_ticket_a_node_asks_nobody_in_a_run_with_an_owner(first: str) -> None:
     rng = Random(0)
     nodes = Neighbourhood([some_peer(rng) for _ in range(20)])
     state, place = AdmissionState(RUN, lambda: NOW_S), rng.randbytes(20)
@@ -566,38 +551,32 @@ def test_before_it_has_a_good_ticket_a_node_asks_nobody_in_a_run_with_an_owner(f
     async def ask() -> bytes:
         raise AssertionError("nobody needs another ticket")
 
-    async def main() -> None:
-        if first == "expired":
-            state.own = HeldTicket(lambda: NOW_S, tuple, ask)
-            state.own.raw = member(1, NOW_S - 1)
-        with pytest.raises(ConnectionResetError, match="no ticket yet"):
-            await nodes.node.nearest(place, 12)
-        assert not nodes.asked
-        state.own = HeldTicket.fixed(member(1))
-        assert len(await nodes.node.nearest(place, 12)) == 12
-        own = [peer for peer in nodes.order(id_of(nodes.me)) if peer != nodes.me][:8]
-        assert all(nodes.asked[peer] for peer in own), "those near our own place hear of us"
-
-    asyncio.run(main())
+    if first == "expired":
+        state.own = HeldTicket(lambda: NOW_S, tuple, ask)
+        state.own.raw = member(1, NOW_S - 1)
+    with pytest.raises(ConnectionResetError, match="no ticket yet"):
+        await nodes.node.nearest(place, 12)
+    assert not nodes.asked
+    state.own = HeldTicket.fixed(member(1))
+    assert len(await nodes.node.nearest(place, 12)) == 12
+    own = [peer for peer in nodes.order(id_of(nodes.me)) if peer != nodes.me][:8]
+    assert all(nodes.asked[peer] for peer in own), "those near our own place hear of us"
 
 
-def test_a_reader_that_failed_is_asked_why() -> None:
-    async def main() -> None:
-        async def fail() -> None:
-            raise OSError("the daemon was killed")
+async def test_a_reader_that_failed_is_asked_why() -> None:
+    async def fail() -> None:
+        raise OSError("the daemon was killed")
 
-        async def shutdown() -> None:
-            pass
+    async def shutdown() -> None:
+        pass
 
-        complaints: list[Any] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
-        reader = asyncio.ensure_future(fail())
-        await asyncio.wait([reader])
-        client: Any = SimpleNamespace(
-            shutdown=shutdown, _client=SimpleNamespace(control=SimpleNamespace(_read_task=reader))
-        )
-        await disconnect(client)
-        del reader, client
-        assert complaints == []
-
-    asyncio.run(main())
+    complaints: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    reader = asyncio.ensure_future(fail())
+    await asyncio.wait([reader])
+    client: Any = SimpleNamespace(
+        shutdown=shutdown, _client=SimpleNamespace(control=SimpleNamespace(_read_task=reader))
+    )
+    await disconnect(client)
+    del reader, client
+    assert complaints == []

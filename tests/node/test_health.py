@@ -28,7 +28,7 @@ from noloco_node.node.health import (
 )
 from noloco_node.observe.bottleneck import all_waits
 from noloco_node.run.peer_state import PeerState
-from noloco_node.sim.clock import VirtualLoop, run
+from noloco_node.sim.clock import VirtualLoop
 from noloco_node.sim.network.sim_network import SimNetwork, SimPeerNetwork
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord
@@ -192,31 +192,28 @@ async def test_what_cannot_be_seen_any_more_is_not_called_over() -> None:
 
 @given(st.sampled_from(["slept", "stood still", "set"]), st.floats(30.0, 1e6), st.booleans())
 @settings(max_examples=15)
-def test_a_sleep_and_a_set_clock_are_said_and_cost_nobody_his_place(how: str, seconds: float, back: bool) -> None:
-    async def main() -> None:
-        scene = await watched()
-        for number, name in enumerate("bc"):
-            scene.peer(name, 1 + number % 2)
-        await asyncio.sleep(52)
-        assert isinstance(scene.loop, VirtualLoop)
-        if how == "slept":
-            scene.sleep(seconds)
-        elif how == "stood still":
-            scene.loop.jump(seconds)
-        else:
-            scene.set_s = -seconds if back else seconds
-        published = scene.hub.statistics()["records.published"]
-        await asyncio.sleep(5.1)
-        assert scene.hub.statistics()["records.published"] > published, "at once"
-        words = {"slept": "slept for", "stood still": "stood still for", "set": "set back" if back else "went forward"}
-        assert len(scene.about(words[how])) == 1
-        assert bool(scene.forgiven) == (how != "set" or not back)
-        for _ in range(20):
-            await asyncio.sleep(5)
-            assert [len(stage) for stage in scene.membership.roster.stages] == [1, 1, 1]
-        assert len(scene.said) == 1, scene.said
-
-    run(main())
+async def test_a_sleep_and_a_set_clock_are_said_and_cost_nobody_his_place(how: str, seconds: float, back: bool) -> None:
+    scene = await watched()
+    for number, name in enumerate("bc"):
+        scene.peer(name, 1 + number % 2)
+    await asyncio.sleep(52)
+    assert isinstance(scene.loop, VirtualLoop)
+    if how == "slept":
+        scene.sleep(seconds)
+    elif how == "stood still":
+        scene.loop.jump(seconds)
+    else:
+        scene.set_s = -seconds if back else seconds
+    published = scene.hub.statistics()["records.published"]
+    await asyncio.sleep(5.1)
+    assert scene.hub.statistics()["records.published"] > published, "at once"
+    words = {"slept": "slept for", "stood still": "stood still for", "set": "set back" if back else "went forward"}
+    assert len(scene.about(words[how])) == 1
+    assert bool(scene.forgiven) == (how != "set" or not back)
+    for _ in range(20):
+        await asyncio.sleep(5)
+        assert [len(stage) for stage in scene.membership.roster.stages] == [1, 1, 1]
+    assert len(scene.said) == 1, scene.said
 
 
 @pytest.mark.parametrize("error_s", [-400.0, 100.0])

@@ -29,37 +29,34 @@ def fail(*_: Any) -> Any:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("stage", "where"), [(1, "loss"), (0, "forward"), (0, "step"), (1, "step")])
-def test_a_node_whose_device_fails_saves_its_slow_weights_and_leaves(stage: int, where: str) -> None:
-    async def main() -> None:
-        hub, what = SimNetwork(), recipe(stages=2, steps=10_000, per_round=3)
-        device = Device(torch.device("cpu"))
-        peer = Peer(hub, what, "peer-a", stage, device=device)
-        other = Peer(hub, what, "peer-b", 1 - stage, job_s=0.001)
-        # Nothing is saved before: there is no whole checkpoint with the same slow weights.
-        peer.node._services.writer.due = lambda *_: False  # type: ignore[method-assign]
-        await until(lambda: len(peer.of(events.InnerStep)) >= 7, LAST_RESORT_S)
-        dead = peer.stages[-1]
-        for name in {where, "current_weights", "optimiser_state", "discard"}:
-            setattr(dead, name, fail)
-        await asyncio.wait({peer.task}, timeout=SOON_S)
-        trouble = user_error_of(peer.task.exception())
-        assert trouble is not None
-        assert trouble.code is Exit.DEVICE_LOST
-        await until(lambda: not other.node.roster.stage(stage), SOON_S)
-        assert peer.saved is not None
-        assert set(peer.saved.tensors) <= {"slow", "momentum", "gathered"}
-        assert peer.saved.counters.round > 0
-        device.close()
+async def test_a_node_whose_device_fails_saves_its_slow_weights_and_leaves(stage: int, where: str) -> None:
+    hub, what = SimNetwork(), recipe(stages=2, steps=10_000, per_round=3)
+    device = Device(torch.device("cpu"))
+    peer = Peer(hub, what, "peer-a", stage, device=device)
+    other = Peer(hub, what, "peer-b", 1 - stage, job_s=0.001)
+    # Nothing is saved before: there is no whole checkpoint with the same slow weights.
+    peer.node._services.writer.due = lambda *_: False  # type: ignore[method-assign]
+    await until(lambda: len(peer.of(events.InnerStep)) >= 7, LAST_RESORT_S)
+    dead = peer.stages[-1]
+    for name in {where, "current_weights", "optimiser_state", "discard"}:
+        setattr(dead, name, fail)
+    await asyncio.wait({peer.task}, timeout=SOON_S)
+    trouble = user_error_of(peer.task.exception())
+    assert trouble is not None
+    assert trouble.code is Exit.DEVICE_LOST
+    await until(lambda: not other.node.roster.stage(stage), SOON_S)
+    assert peer.saved is not None
+    assert set(peer.saved.tensors) <= {"slow", "momentum", "gathered"}
+    assert peer.saved.counters.round > 0
+    device.close()
 
-        hub.kill("peer-a")
-        again = Peer(hub, what, "peer-a", stage, saved=peer.saved, job_s=0.001)
-        await until(lambda: len(again.of(events.InnerStep)) >= 3, LAST_RESORT_S)
-        assert again.of(events.InnerStep)[0].step == peer.saved.counters.inner_steps + 1
-        for each in (again, other):
-            each.leave.set()
-        await asyncio.gather(again.task, other.task)
-
-    asyncio.run(main())
+    hub.kill("peer-a")
+    again = Peer(hub, what, "peer-a", stage, saved=peer.saved, job_s=0.001)
+    await until(lambda: len(again.of(events.InnerStep)) >= 3, LAST_RESORT_S)
+    assert again.of(events.InnerStep)[0].step == peer.saved.counters.inner_steps + 1
+    for each in (again, other):
+        each.leave.set()
+    await asyncio.gather(again.task, other.task)
 
 
 async def test_a_node_that_the_run_lets_in_no_more_keeps_what_it_has_trained() -> None:

@@ -25,7 +25,6 @@ from noloco_node.observe.screen import line, lines
 from noloco_node.run.config import PipelineConfig
 from noloco_node.run.peer_state import Evaluation, PeerState, Wait, WaitCause
 from noloco_node.run.presets import demo_run_text
-from noloco_node.sim import clock
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm.membership import (
@@ -591,24 +590,21 @@ async def test_a_source_estimates_how_far_the_run_is(pause: int) -> None:
 
 
 @given(st.floats(0.0, 1.0), st.floats(0.02, 0.3), st.integers(0, 90))
-def test_a_source_of_which_most_have_finished_ends_within_the_error_of_its_estimate(
+async def test_a_source_of_which_most_have_finished_ends_within_the_error_of_its_estimate(
     reached: float, error: float, finished: int
 ) -> None:
-    async def main() -> None:
-        run = cast(Any, SimpleNamespace(budget_samples=10**6, samples_per_step=8, pipeline=PipelineConfig(stages=2)))
-        listed = [
-            record(f"s0r{number}", state=PeerState.FINISHED if number < finished else PeerState.TRAINING)
-            for number in range(90)
-        ]
-        roster = Roster(stages=(tuple(listed), ()), sizes=(StageSize(2000.0, error), None))
-        roster = sampled(roster, roster.sizes, (loop_s(), loop_s()))
-        told = {"issued": None, "receipts": ReceiptLedger(), "begin_counting": lambda: None}
-        membership = cast(Any, SimpleNamespace(me="s0r89", roster=roster, **told))
-        counted = RunSamples(run, membership, reached=round(reached * 10**6), own=0)
-        may_end = round(reached * 10**6) * (1.0 + 2.0 * error) >= NEARLY_OVER * 10**6
-        assert counted.is_over(0, loop_s()) == (may_end and 2 * finished > 90)
-
-    clock.run(main())
+    run = cast(Any, SimpleNamespace(budget_samples=10**6, samples_per_step=8, pipeline=PipelineConfig(stages=2)))
+    listed = [
+        record(f"s0r{number}", state=PeerState.FINISHED if number < finished else PeerState.TRAINING)
+        for number in range(90)
+    ]
+    roster = Roster(stages=(tuple(listed), ()), sizes=(StageSize(2000.0, error), None))
+    roster = sampled(roster, roster.sizes, (loop_s(), loop_s()))
+    told = {"issued": None, "receipts": ReceiptLedger(), "begin_counting": lambda: None}
+    membership = cast(Any, SimpleNamespace(me="s0r89", roster=roster, **told))
+    counted = RunSamples(run, membership, reached=round(reached * 10**6), own=0)
+    may_end = round(reached * 10**6) * (1.0 + 2.0 * error) >= NEARLY_OVER * 10**6
+    assert counted.is_over(0, loop_s()) == (may_end and 2 * finished > 90)
 
 
 def test_capacities_count_those_that_are_not_listed() -> None:
@@ -716,24 +712,23 @@ class Told:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(4, 12)), min_size=3, max_size=6), st.integers(4, 9))
 @settings(max_examples=20)
-def test_a_source_counts_exactly_again_once_everybody_is_known(spans: list[tuple[bool, int]], others: int) -> None:
+async def test_a_source_counts_exactly_again_once_everybody_is_known(
+    spans: list[tuple[bool, int]], others: int
+) -> None:
     """Its progress never falls, and after each span of readings it is near to what was done in all."""
 
-    async def main() -> None:
-        told = Told(others, 2)
-        budget = 10**6
-        run = cast(Any, SimpleNamespace(budget_samples=budget, samples_per_step=6, pipeline=PipelineConfig(stages=2)))
-        counted, shown = RunSamples(run, cast(Any, told), reached=0, own=0), [0.0]
-        for is_sample, readings in spans:
-            for _ in range(readings):
-                for _ in range(10):
-                    await asyncio.sleep(6.0)
-                    told.work(dict.fromkeys(told.done, 60))
-                true = sum(told.done.values())
-                told.read(is_sample=is_sample, progress=true / budget)
-                shown.append(counted.progress(told.done[told.me], loop_s()))
-                assert counted._is_estimate == is_sample
-            assert shown == sorted(shown)
-            assert shown[-1] * budget == pytest.approx(true, rel=0.1, abs=10 * 60 * others), spans
-
-    clock.run(main())
+    told = Told(others, 2)
+    budget = 10**6
+    run = cast(Any, SimpleNamespace(budget_samples=budget, samples_per_step=6, pipeline=PipelineConfig(stages=2)))
+    counted, shown = RunSamples(run, cast(Any, told), reached=0, own=0), [0.0]
+    for is_sample, readings in spans:
+        for _ in range(readings):
+            for _ in range(10):
+                await asyncio.sleep(6.0)
+                told.work(dict.fromkeys(told.done, 60))
+            true = sum(told.done.values())
+            told.read(is_sample=is_sample, progress=true / budget)
+            shown.append(counted.progress(told.done[told.me], loop_s()))
+            assert counted._is_estimate == is_sample
+        assert shown == sorted(shown)
+        assert shown[-1] * budget == pytest.approx(true, rel=0.1, abs=10 * 60 * others), spans

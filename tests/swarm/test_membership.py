@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
-from noloco_node.sim.clock import VirtualLoop, run
+from noloco_node.sim.clock import VirtualLoop
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
 from noloco_node.sim.network.sim_network import SimNetwork, SimPeerNetwork
 from noloco_node.swarm.membership import Membership
@@ -265,36 +265,30 @@ async def test_who_is_left_behind_politely_is_alone_and_not_blind() -> None:
 
 @given(st.lists(st.floats(-250.0, 250.0), min_size=4, max_size=6))
 @settings(max_examples=15)
-def test_clocks_that_are_wrong_by_minutes_neither_hide_nor_immortalise_anybody(errors_s: list[float]) -> None:
-    async def main() -> None:
-        hub, names = SimNetwork(WEATHER), [f"p{number}" for number in range(len(errors_s))]
-        living = [await joined(hub, name, 0, error_s) for name, error_s in zip(names, errors_s, strict=True)]
-        await asyncio.sleep(40)
-        for membership, _ in living:
-            assert peers(membership.roster) == [names, []]
-        living[0][1].cancel()
-        hub.kill("p0")
-        await asyncio.sleep(55)
-        for membership, _ in living[1:]:
-            assert peers(membership.roster) == [names[1:], []]
-        # A newcomer is fooled by the record of the dead one for no longer than that.
-        late, _ = await joined(hub, "late")
-        await asyncio.sleep(55)
-        assert peers(late.roster) == [["late", *names[1:]], []]
-
-    run(main())
+async def test_clocks_that_are_wrong_by_minutes_neither_hide_nor_immortalise_anybody(errors_s: list[float]) -> None:
+    hub, names = SimNetwork(WEATHER), [f"p{number}" for number in range(len(errors_s))]
+    living = [await joined(hub, name, 0, error_s) for name, error_s in zip(names, errors_s, strict=True)]
+    await asyncio.sleep(40)
+    for membership, _ in living:
+        assert peers(membership.roster) == [names, []]
+    living[0][1].cancel()
+    hub.kill("p0")
+    await asyncio.sleep(55)
+    for membership, _ in living[1:]:
+        assert peers(membership.roster) == [names[1:], []]
+    # A newcomer is fooled by the record of the dead one for no longer than that.
+    late, _ = await joined(hub, "late")
+    await asyncio.sleep(55)
+    assert peers(late.roster) == [["late", *names[1:]], []]
 
 
 @given(st.floats(-1000.0, 1000.0))
 @settings(max_examples=15)
-def test_our_own_skew_is_measured_against_several_peers(error_s: float) -> None:
-    async def main() -> None:
-        hub, errors_s = SimNetwork(WEATHER), {"a": error_s, "b": 0.0, "c": -3.0, "d": 3.0, "e": 900.0}
-        ours, *_ = [await joined(hub, name, 0, each) for name, each in errors_s.items()]
-        await asyncio.sleep(60)
-        assert ours[0].skew_s == pytest.approx(error_s, abs=12.0)
-
-    run(main())
+async def test_our_own_skew_is_measured_against_several_peers(error_s: float) -> None:
+    hub, errors_s = SimNetwork(WEATHER), {"a": error_s, "b": 0.0, "c": -3.0, "d": 3.0, "e": 900.0}
+    ours, *_ = [await joined(hub, name, 0, each) for name, each in errors_s.items()]
+    await asyncio.sleep(60)
+    assert ours[0].skew_s == pytest.approx(error_s, abs=12.0)
 
 
 async def test_a_clock_that_is_set_back_a_day_costs_nobody_anything() -> None:
@@ -350,17 +344,14 @@ def test_a_first_record_is_doubted_only_if_two_clocks_say_so(age_s: float, ours_
 
 @given(st.floats(0.0, 59.0), st.floats(-CLOCK_S, 0.0), st.lists(st.floats(-CLOCK_S, CLOCK_S), max_size=4))
 @settings(max_examples=10)
-def test_who_looks_at_a_stage_for_once_sees_peers_whose_clock_is_a_minute_behind(
+async def test_who_looks_at_a_stage_for_once_sees_peers_whose_clock_is_a_minute_behind(
     when_s: float, error_s: float, errors_s: list[float]
 ) -> None:
-    async def main() -> None:
-        hub = SimNetwork(WEATHER)
-        living = [await joined(hub, f"p{number}", 0, each) for number, each in enumerate([error_s, *errors_s])]
-        await asyncio.sleep(60.0 + when_s)
-        _, mover = present(hub, "mover")
-        assert peers(await mover.peek([0])) == [[f"p{number}" for number in range(len(living))], []]
-
-    run(main())
+    hub = SimNetwork(WEATHER)
+    living = [await joined(hub, f"p{number}", 0, each) for number, each in enumerate([error_s, *errors_s])]
+    await asyncio.sleep(60.0 + when_s)
+    _, mover = present(hub, "mover")
+    assert peers(await mover.peek([0])) == [[f"p{number}" for number in range(len(living))], []]
 
 
 async def test_samples_outlive_their_sources_and_never_shrink() -> None:
@@ -433,17 +424,14 @@ async def test_what_strangers_write_is_checked(raw: bytes) -> None:
 
 
 @given(st.binary(max_size=60), st.sampled_from(["stage/0", "stage/1", "sources"]))
-def test_random_records_harm_nobody(raw: bytes, key: str) -> None:
-    async def main() -> None:
-        hub = SimNetwork(WEATHER)
-        stranger, _ = present(hub, "m")
-        _, one = present(hub, "a")
-        await stranger.publish(f"{RUN}/{key}", "m", raw, 30.0)
-        roster = await one.claim(record("a", 0))
-        assert peers(roster) == [["a"], []]
-        assert roster.run_samples <= 2**53
-
-    run(main())
+async def test_random_records_harm_nobody(raw: bytes, key: str) -> None:
+    hub = SimNetwork(WEATHER)
+    stranger, _ = present(hub, "m")
+    _, one = present(hub, "a")
+    await stranger.publish(f"{RUN}/{key}", "m", raw, 30.0)
+    roster = await one.claim(record("a", 0))
+    assert peers(roster) == [["a"], []]
+    assert roster.run_samples <= 2**53
 
 
 async def test_a_flood_of_records_is_bounded_and_the_known_stay() -> None:

@@ -24,7 +24,6 @@ from gossip.rounds.round_state import (
     Stepping,
 )
 from gossip.rule.outer_step import DISOWNED, OuterState
-from noloco_node.sim.clock import run
 
 WEIGHTS = (torch.zeros(2),)
 STATE = OuterState(WEIGHTS, WEIGHTS)
@@ -140,20 +139,17 @@ async def woken(state: RoundState, change: Callable[[RoundState], object]) -> bo
 
 @pytest.mark.parametrize("name", TRANSITIONS)
 @pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.__name__)
-def test_each_transition_leads_where_it_should_or_raises(phase: type[Phase], name: str) -> None:
-    async def main() -> None:
-        state = PHASES[phase]()
-        before = state.phase
-        target = LEADS[name].get(phase)
-        if target is None:
-            with pytest.raises(RuntimeError, match=f"{name} of a round that is {phase.__name__}"):
-                TRANSITIONS[name](state)
-            assert state.phase is before
-            return
-        assert await woken(state, TRANSITIONS[name]) == (name in WAKES)
-        assert type(state.phase) is target
-
-    run(main())
+async def test_each_transition_leads_where_it_should_or_raises(phase: type[Phase], name: str) -> None:
+    state = PHASES[phase]()
+    before = state.phase
+    target = LEADS[name].get(phase)
+    if target is None:
+        with pytest.raises(RuntimeError, match=f"{name} of a round that is {phase.__name__}"):
+            TRANSITIONS[name](state)
+        assert state.phase is before
+        return
+    assert await woken(state, TRANSITIONS[name]) == (name in WAKES)
+    assert type(state.phase) is target
 
 
 async def test_an_outer_step_wakes_and_counts() -> None:
