@@ -68,7 +68,7 @@ class Peer:
         self.name, self.number = f"stage {number}, replica {replica}", number
         model = prepare(family_config("llama", SIZES))
         weights = build(model, cut(model.config, STAGES, None, TOKENS)[number], seed=0)
-        adamw = Inner(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0)
+        adamw = Inner(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0, nesterov=True)
         last = number == STAGES - 1
         self.stage = Stage(weights, adamw, StageSettings(torch.device("cpu")), first=number == 0, last=last)
         # A microbatch: through the gate, forward here, by a random replica of the next stage, backward here.

@@ -29,7 +29,7 @@ class Inner(NamedTuple):
     """AdamW's constants, and the norm to which a stage's gradient is clipped. Only matrices decay.
 
     `state`: "float32", or "int8" where the moments of matrices are codes (`pipeline.adamw`). `nesterov`: whether a step
-    takes the first moment as it would be after the same gradient once more.
+    takes the first moment as it would be after the same gradient once more; the steps of a run do.
     """
 
     beta1: float

@@ -249,7 +249,7 @@ def with_optimiser(run: RunConfig, part: Slice, number: int, settings: StageSett
 
     return Stage(
         part,
-        inner_optimiser(run, number),
+        inner_optimiser(run),
         settings._replace(autocast=autocast_dtype(settings.device, run.precision)),
         first=number == 0,
         last=run.pipeline.is_last(number),
@@ -257,17 +257,12 @@ def with_optimiser(run: RunConfig, part: Slice, number: int, settings: StageSett
     )
 
 
-def inner_optimiser(run: RunConfig, number: int) -> Inner:
-    """Return the constants of the inner optimiser of stage `number`.
-
-    With two windows in flight all gradients before the last stage are one step stale. These stages step by Nesterov's
-    momentum and gain by it; on fresh gradients short runs gain alone (research/results.md, "Two windows").
-    """
+def inner_optimiser(run: RunConfig) -> Inner:
+    """Return the constants of a stage's inner optimiser. It steps by Nesterov's momentum (research/results.md)."""
     from pipeline.inner_step import Inner
 
-    inner, pipeline = run.inner, run.pipeline
-    stale = pipeline.windows_in_flight == 2 and not pipeline.is_last(number)
-    return Inner(inner.beta1, inner.beta2, inner.epsilon, inner.weight_decay, inner.clip_norm, inner.state, stale)
+    inner = run.inner
+    return Inner(inner.beta1, inner.beta2, inner.epsilon, inner.weight_decay, inner.clip_norm, inner.state, True)
 
 
 def hub_directory(model: ModelConfig) -> Path | None:

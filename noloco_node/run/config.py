@@ -348,7 +348,7 @@ Forgetting = Annotated[float, Meta(ge=0.0, lt=1.0)]  # Adam forgets at the rate 
 
 
 class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The optimiser inside a replica, between two rounds (AdamW), and its schedule over the run's progress."""
+    """AdamW by Nesterov's momentum inside a replica, between two rounds, and its schedule over the run's progress."""
 
     steps: Annotated[int, Meta(ge=1, le=10**9)] = 25_000
     """Inner steps that each planned source takes: with the batch and the planned replicas, the run's token budget."""

@@ -21,10 +21,10 @@ is kept apart. `5/3hs` for example.
 says. `ARMeN` begins with an embedding N times as large: the fixed features of a subspace are large from the start, and
 so is this, to compare with. `ARMxN` trains N times as long: how long does it take to the same loss? `ARMrN` has N times
 the learning rate. `ARMw2` has two windows in flight (`pipeline.windows_in_flight`): every stage but the last computes a
-window's activations before it takes the step of the window before, so its gradients are one step stale, and it steps by
-Nesterov's momentum. `ARMn0`: no stage steps by it; `ARMn1`: all do. `ARMmN` has N for beta1. `ARMs8` keeps AdamW's
-moments as 8-bit codes (`inner.state`). `ARMgN` cuts a batch into N microbatches, and adds the gradients of matrices up
-in bfloat16, as a stage with split weights does.
+window's activations before it takes the step of the window before, so its gradients are one step stale. `ARMn0` steps
+without Nesterov's momentum. `ARMmN` has N for beta1. `ARMs8` keeps AdamW's moments as 8-bit codes (`inner.state`).
+`ARMgN` cuts a batch into N microbatches, and adds the gradients of matrices up in bfloat16, as a stage with split
+weights does.
 """
 
 from __future__ import annotations
@@ -91,8 +91,7 @@ class Arm(NamedTuple):
     embedding: float = 1.0
     rate: float = 1.0
     windows: Literal[1, 2] = 1
-    nesterov: bool | None = None
-    """Whether all stages step by Nesterov's momentum; None: as in production."""
+    nesterov: bool = True
     beta1: float = 0.9
     coded: bool = False
     summed: int = 1
@@ -232,9 +231,8 @@ def train(size: Size, text: Text, seed: int, arm: Arm, count: int) -> tuple[floa
     )
     layout = model_layout(run)
     stages = [make_stage(run, layout, number, torch.device("cpu")) for number in range(count)]
-    if arm.nesterov is not None:
-        for stage in stages:
-            stage._adamw._inner = stage._adamw._inner._replace(nesterov=arm.nesterov)
+    for stage in stages:
+        stage._adamw._inner = stage._adamw._inner._replace(nesterov=arm.nesterov)
     embedding, *others = stages[0].weights()
     stages[0].set_weights([arm.embedding * embedding, *others])
     steps = round(size.steps * arm.times)

@@ -269,32 +269,26 @@ async def test_never_more_than_the_rate_and_one_burst(sizes: list[int], rate: fl
 
 @settings(max_examples=40)
 @given(SIZES, st.floats(budget.LEAST_RATE, 1e7))
-def test_who_is_busy_uses_the_whole_rate(sizes: list[int], rate: float) -> None:
-    async def main() -> float:
-        await passing(FairLimiter(rate), sizes, [0.0] * len(sizes))
-        return now()
-
+async def test_who_is_busy_uses_the_whole_rate(sizes: list[int], rate: float) -> None:
+    await passing(FairLimiter(rate), sizes, [0.0] * len(sizes))
     burst = budget.full_bucket(rate, 0.0).burst_bytes
-    assert run(main()) == pytest.approx(max(0.0, sum(sizes) - burst) / rate, rel=0.01, abs=1e-3)
+    assert now() == pytest.approx(max(0.0, sum(sizes) - burst) / rate, rel=0.01, abs=1e-3)
 
 
 @settings(max_examples=40)
 @given(st.integers(1, budget.SMALL_BYTES), st.floats(budget.LEAST_RATE, 1e7), st.floats(0.0, 20.0))
-def test_a_small_message_does_not_starve_behind_a_large_copy(size: int, rate: float, delay: float) -> None:
-    async def main() -> float:
-        valve = FairLimiter(rate)
-        copies = [asyncio.create_task(valve.admit(100_000_000)) for _ in range(3)]
-        await asyncio.sleep(delay)
-        asked = now()
-        await valve.admit(size)
-        waited = now() - asked
-        for copy in copies:
-            copy.cancel()
-        await asyncio.wait(copies)
-        return waited
-
+async def test_a_small_message_does_not_starve_behind_a_large_copy(size: int, rate: float, delay: float) -> None:
+    valve = FairLimiter(rate)
+    copies = [asyncio.create_task(valve.admit(100_000_000)) for _ in range(3)]
+    await asyncio.sleep(delay)
+    asked = now()
+    await valve.admit(size)
+    waited = now() - asked
+    for copy in copies:
+        copy.cancel()
+    await asyncio.wait(copies)
     bucket = budget.full_bucket(rate, 0.0)
-    assert run(main()) <= (bucket.slice_bytes + size) / rate + 1e-6
+    assert waited <= (bucket.slice_bytes + size) / rate + 1e-6
 
 
 async def test_large_messages_share_alike_whoever_came_first() -> None:
@@ -336,21 +330,18 @@ async def test_rounds_have_their_share_however_many_others_wait_and_all_of_it_al
     assert alone_s == pytest.approx(50.0, abs=1.5)
 
 
-def test_who_is_cancelled_gives_back_what_was_granted() -> None:
-    async def main() -> float:
-        valve = FairLimiter(RATE)
-        await valve.admit(1_000_000)
-        given_up = asyncio.create_task(valve.admit(10_000_000))
-        await asyncio.sleep(0.9)
-        given_up.cancel()
-        await asyncio.wait([given_up])
-        begun = now()
-        await valve.admit(900_000)
-        assert valve.passed_bytes == 1_900_000
-        assert valve.waiting_bytes == 0
-        return now() - begun
-
-    assert run(main()) <= 0.06
+async def test_who_is_cancelled_gives_back_what_was_granted() -> None:
+    valve = FairLimiter(RATE)
+    await valve.admit(1_000_000)
+    given_up = asyncio.create_task(valve.admit(10_000_000))
+    await asyncio.sleep(0.9)
+    given_up.cancel()
+    await asyncio.wait([given_up])
+    begun = now()
+    await valve.admit(900_000)
+    assert valve.passed_bytes == 1_900_000
+    assert valve.waiting_bytes == 0
+    assert now() - begun <= 0.06
 
 
 async def test_the_rate_in_use_is_shown_and_forgotten() -> None:
@@ -539,24 +530,19 @@ def test_line_time_is_that_of_the_slower_way() -> None:
     assert slowest_bytes_per_s(OwnerLimits(upload_bytes_per_s=1e5), 5e5) == 5e4
 
 
-def test_what_a_stage_moves_is_what_the_wire_moves() -> None:
+async def test_what_a_stage_moves_is_what_the_wire_moves() -> None:
     """The bytes that a node of each stage really sent, against the plan's."""
-
-    async def main() -> list[tuple[float, float]]:
-        hub = Capped("peer-1", OwnerLimits())
-        what = recipe(stages=3, steps=4, per_round=1000)
-        peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in range(3)]
-        async with asyncio.timeout(600):
-            await asyncio.gather(*[peer.task for peer in peers])
-        steps = [event.step for event in peers[1].of(events.Finished)]
-        microbatches = steps[0] * what.run.pipeline.microbatches_per_step
-        rounds = what.run.pipeline.replicas > 1
-        assert not rounds
-        totals = [peer.of(events.Traffic)[-1] for peer in peers]
-        planned = [microbatch_bytes(what.run, peers[0].plan, stage) for stage in range(3)]
-        return [(total.sent["microbatch"] / microbatches, plan.up) for total, plan in zip(totals, planned, strict=True)]
-
-    for sent, planned in run(main()):
+    hub = Capped("peer-1", OwnerLimits())
+    what = recipe(stages=3, steps=4, per_round=1000)
+    peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in range(3)]
+    async with asyncio.timeout(600):
+        await asyncio.gather(*[peer.task for peer in peers])
+    steps = [event.step for event in peers[1].of(events.Finished)]
+    microbatches = steps[0] * what.run.pipeline.microbatches_per_step
+    assert what.run.pipeline.replicas == 1
+    for stage, peer in enumerate(peers):
+        sent = peer.of(events.Traffic)[-1].sent["microbatch"] / microbatches
+        planned = microbatch_bytes(what.run, peers[0].plan, stage).up
         assert sent == pytest.approx(planned, rel=0.25, abs=300)  # and a hundred bytes of each message's head
         assert sent > planned
 

@@ -471,12 +471,10 @@ async def test_a_cancelled_wait_for_a_turn_leaves_no_trace(at: str) -> None:
     gate = AdmissionWindow(2, windows=2)
     third, waiting = await with_one_too_many(gate)
     if at == "waiting":
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
+        await cancel(waiting)
     await gate.full()
     gate.next_window()
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
+    await cancel(waiting)
     third.give_back()
     for _ in range(2):
         slots = [await slot_of(gate) for _ in range(2)]
@@ -515,8 +513,7 @@ async def test_alone_drains_both_windows_by_the_step_between_them() -> None:
     (await slot_of(gate)).succeed(OUTCOME)
     await settle()
     assert seen == ["step with 1 in flight", "alone", "over", "step with 0 in flight"]
-    stepping.cancel()
-    await asyncio.gather(stepping, return_exceptions=True)
+    await cancel(stepping)
 
 
 async def test_a_window_that_is_complete_before_the_round_waits_for_its_end() -> None:

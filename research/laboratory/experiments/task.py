@@ -158,9 +158,15 @@ def schedule(cell: Cell) -> Schedule:
     return rate_schedule(run_of(cell))
 
 
-def open_stages(run: RunConfig, plan: ModelLayout) -> list[Stage]:
-    """Return a fresh set of all stages, with the weights of the run's seed."""
-    return [make_stage(run, plan, number, CPU) for number in range(run.pipeline.stages)]
+def open_stages(run: RunConfig, plan: ModelLayout, *, nesterov: bool = False) -> list[Stage]:
+    """Return a fresh set of all stages, with the weights of the run's seed.
+
+    Without `nesterov` they step by AdamW as published, as in the records, and not as in production.
+    """
+    stages = [make_stage(run, plan, number, CPU) for number in range(run.pipeline.stages)]
+    for stage in stages:
+        stage._adamw._inner = stage._adamw._inner._replace(nesterov=nesterov)
+    return stages
 
 
 class Text:

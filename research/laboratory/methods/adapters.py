@@ -52,7 +52,7 @@ def adapted_stages(cell: Cell, run: RunConfig, plan: ModelLayout) -> list[Stage]
     assert cell.adapters is not None, "adapters are trained"
     stage = (AlternatingStage if cell.adapters.trained == "alternating" else Stage)(
         build_stage(run, plan, 0, CPU),
-        inner_optimiser(run, 0),
+        inner_optimiser(run)._replace(nesterov=False),
         StageSettings(CPU, None),
         first=True,
         last=True,

@@ -23,7 +23,7 @@ class MuonStage(Stage):
     """A whole model whose matrices inside layers step by Muon. Its optimiser's memory cannot be handed to another."""
 
     def __init__(self, run: RunConfig, plan: ModelLayout) -> None:
-        constants = inner_optimiser(run, 0)
+        constants = inner_optimiser(run)._replace(nesterov=False)
         super().__init__(build_stage(run, plan, 0, CPU), constants, StageSettings(CPU, None), first=True, last=True)
         inside = {
             name: weight

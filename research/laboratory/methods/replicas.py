@@ -244,7 +244,9 @@ class Swarm:
 def _fresh(cell: Cell, run: RunConfig, plan: ModelLayout) -> list[Stage]:
     if cell.optimiser == "muon":
         return [MuonStage(run, plan)]
-    return open_stages(run, plan) if cell.adapters is None else adapted_stages(cell, run, plan)
+    if cell.adapters is not None:
+        return adapted_stages(cell, run, plan)
+    return open_stages(run, plan, nesterov=cell.optimiser == "adamw_nesterov")
 
 
 def mean_of(models: Sequence[Model], weights: Sequence[int] | None = None) -> Model:

@@ -13,6 +13,7 @@ from research.laboratory.running.results import Measured, figure
 SAID: dict[Optimiser, str] = {
     "adamw": "AdamW",
     "adamw_08": "AdamW, beta1 0.8",
+    "adamw_nesterov": "AdamW, Nesterov",
     "muon": "Muon",
 }
 HEADER = ("method", "optimiser", "rate", "loss", "less AdamW's", "less the mean's")
