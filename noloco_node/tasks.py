@@ -39,7 +39,10 @@ async def supervised(what: str, look: Callable[[], Awaitable[None]], complain: C
             await look()
             return
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"
+            cause: Exception = error
+            while isinstance(cause, ExceptionGroup):  # of a TaskGroup, whose own words name no cause
+                cause = cause.exceptions[0]
+            why = f"{type(cause).__name__}: {cause}"
             if why != told:
                 told = why
                 complain(f"{what} failed ({why}): beginning anew every {AGAIN_S:g} s, and the work goes on")

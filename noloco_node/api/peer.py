@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from os import PathLike, fspath
@@ -73,10 +73,11 @@ def parsed(invite: str | PathLike[str], options: Mapping[str, object]) -> tuple[
     given |= {name: typed(path) for name, path in paths.items()}
     if isinstance(given.get("data"), PathLike):
         given["data"] = fspath(given["data"])
-    for name in given.keys() & {"listen", "announce", "sample", "log_to"}:
-        # A text is a sequence too: of its letters.
-        if isinstance(given[name], str | Sequence):
-            given[name] = [given[name]] if isinstance(given[name], str) else list(given[name])
+    for name in given.keys() & {"listen", "announce", "local", "sample", "log_to"}:
+        # A text is iterable too: over its letters.
+        several = [given[name]] if isinstance(given[name], str | PathLike) else given[name]
+        if isinstance(several, Iterable):
+            given[name] = [fspath(each) if isinstance(each, PathLike) else each for each in several]
     read = JoinOptions(**given, linger=STAYS_S)
     check_options(read)
     return invites.parse(invites.found(invite_text(str(invite)), read.home or default_home("node"))), read

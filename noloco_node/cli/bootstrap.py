@@ -206,16 +206,25 @@ def _invite_of_same_run(given: str, recipe: RunFileText, run_file: Path) -> invi
 
 
 async def tell_of(membership: Membership) -> None:
-    """Say how many replicas each stage has, whenever that changes and every minute; and that our clock is wrong."""
-    shown, shown_at = "", 0.0
+    """Say how many replicas each stage has, whenever that changes and every minute.
+
+    Warns once when our clock is wrong, and says once when it is right again.
+    """
+    shown, shown_at, clock_is_wrong = "", 0.0, False
     while True:
         await membership.changed()
         line = census(membership.roster)
         if line != shown or loop_s() - shown_at > LINE_EVERY_S:
             say(line)
-            if (skew_s := membership.skew_s) is not None and abs(skew_s) >= SKEW_S:
-                warn(wrong_clock(skew_s).text)
             shown, shown_at = line, loop_s()
+        skew_s = membership.skew_s  # None where too few peers are there to tell
+        if skew_s is not None and clock_is_wrong != (abs(skew_s) >= SKEW_S):
+            clock_is_wrong = not clock_is_wrong
+            condition = wrong_clock(skew_s)
+            if clock_is_wrong:
+                warn(condition.text)
+            else:
+                say(condition.over)
 
 
 def census(roster: Roster) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import shlex
 import time
-from contextlib import nullcontext
+from contextlib import AsyncExitStack
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -25,7 +26,7 @@ from noloco_node.run.config import AdmissionConfig
 from noloco_node.swarm.access import RunAccess
 from noloco_node.swarm.invite import Invite
 from noloco_node.swarm.run_distribution import RunFileText
-from noloco_node.tasks import background
+from noloco_node.tasks import background, supervised
 from noloco_node.terminal import say, warn
 
 WATCH_S = 5.0
@@ -106,7 +107,10 @@ class HostedAdmissions:
         A list that cannot be read is said once, and tried again until it can.
         """
         told = ""
-        async with nullcontext() if self._access is None else background(self._access.renew(say)):
+        async with AsyncExitStack() as stack:
+            if self._access is not None:
+                renewing = supervised("renewing our ticket", partial(self._access.renew, say), warn)
+                await stack.enter_async_context(background(renewing))
             while True:
                 await asyncio.sleep(WATCH_S)
                 if self._admission.owner is not None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from process_swarm import LOCAL, host
 from processes import Commands
 from torch import nn
@@ -79,9 +83,9 @@ def test_what_cannot_be_read_is_refused_at_once(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="cannot be used"):
             noloco_node.join("no invite", home=tmp_path, **{name: number})
     kinds = [(name, 5) for name in ("home", "device", "max_upload", "max_memory", "name", "data", "listen", "weights")]
-    for name, given in [*kinds, ("sample", [5]), ("log_to", [5]), ("relayed", "no"), ("begin_anew", 1)]:
+    for name, value in [*kinds, ("sample", [5]), ("log_to", [5]), ("relayed", "no"), ("begin_anew", 1)]:
         with pytest.raises(UserError, match=name):
-            noloco_node.join(NOBODY, **{"home": tmp_path, name: given})
+            noloco_node.join(NOBODY, **{"home": tmp_path, name: value})
     check_options(JoinOptions(keep=torch.tensor(3), refresh=torch.tensor(0.5)))  # type: ignore[arg-type] # as of numpy
     for wrong in ({"device": "abacus"}, {"data": tmp_path / "nowhere"}, {"weights": tmp_path / "nowhere"}):
         with pytest.raises(UserError, match=r"abacus|nowhere"):
@@ -94,6 +98,18 @@ def test_a_text_in_place_of_several_is_one_of_them(tmp_path: Path) -> None:
     _, read = parsed(NOBODY, {"home": tmp_path, "sample": "Once", "listen": LOCAL, "log_to": ()})
     assert read.prompts == ("Once",)
     assert (read.listen, read.log_to) == ([LOCAL], [])
+
+
+@given(
+    st.lists(st.sampled_from("abc"), max_size=4), st.sampled_from([str, Path]), st.sampled_from([tuple, iter, deque])
+)
+def test_several_are_taken_as_paths_and_from_anything_iterable(
+    names: list[str], kind: type[str | Path], several: Callable[[list[str | Path]], Iterable[str | Path]]
+) -> None:
+    options = {name: several([kind(each) for each in names]) for name in ("local", "sample")}
+    _, read = parsed(NOBODY, options | {"listen": several([LOCAL])})
+    assert (read.local, read.sample, read.listen) == (names, names, [LOCAL])
+    assert parsed(NOBODY, {"local": kind("ab")})[1].local == ["ab"]
 
 
 @pytest.mark.network

@@ -221,8 +221,9 @@ async def test_a_wrong_clock_of_our_own_is_told_from_wrong_clocks_of_others(
     error_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = await watched(error_s)
-    told: list[str] = []
+    told, said = list[str](), list[str]()
     monkeypatch.setattr(bootstrap, "warn", told.append)
+    monkeypatch.setattr(bootstrap, "say", said.append)
     hosting = asyncio.create_task(bootstrap.tell_of(scene.membership))
     for number, name in enumerate("bcdef"):
         scene.peer(name, number % 3)
@@ -230,13 +231,19 @@ async def test_a_wrong_clock_of_our_own_is_told_from_wrong_clocks_of_others(
     (line,) = scene.about("this machine's clock is")
     assert f"{'ahead of' if error_s > 0 else 'behind'} the other peers'" in line
     assert ("cannot see each other" in line) == (abs(error_s) > 150.0)
-    scene.peer("g", 0)
-    await asyncio.sleep(60)
-    assert told[-1:] == [line], "by a bootstrap peer too, beside each line about the swarm"
-    hosting.cancel()
+    for name in "gj":
+        scene.peer(name, 0)
+        await asyncio.sleep(70)
+    assert told == [line], "by a bootstrap peer too, and once"
     scene.set_s = 0.0
     await asyncio.sleep(60)
+    for number, name in enumerate("hi"):
+        scene.peer(name, number)
+        await asyncio.sleep(70)
     assert scene.said[-1] == "this machine's clock is right again"
+    assert said.count(scene.said[-1]) == 1
+    assert told == [line]
+    hosting.cancel()
 
 
 async def test_training_resumes_by_itself_when_a_deserted_stage_is_served_again() -> None:

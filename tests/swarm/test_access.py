@@ -12,7 +12,7 @@ from admission_keys import NOW_S, OWNER, admitted, key, public
 
 from noloco_node.admission import admission_hook, ticket_service
 from noloco_node.admission.admission_hook import GRACE_S
-from noloco_node.admission.admission_state import MOST_PAUSE_S, RENEW_S, AdmissionState
+from noloco_node.admission.admission_state import MOST_PAUSE_S, RENEW_S, AdmissionState, HeldTicket
 from noloco_node.admission.owner_files import IssuedEntry, MemberList, save_members
 from noloco_node.admission.ticket import (
     KEY_HEADER,
@@ -421,6 +421,10 @@ async def test_a_pooled_conversation_with_a_peer_that_is_shut_out_ends_at_once()
 
 
 def delegate(owned: OwnedRun, directory: Path, monkeypatch: pytest.MonkeyPatch, until: int) -> HostedAdmissions:
+    async def here(function: Callable[..., object], *arguments: object) -> object:
+        return function(*arguments)
+
+    monkeypatch.setattr(admissions.asyncio, "to_thread", here)
     monkeypatch.setattr(admissions.time, "time", owned.now_s)
     home_of(DELEGATE, directory)
     named = IssuedEntry(key=public(PEER).hex(), kind="ticket", until=NOW_S + 200 * DAY_S)
@@ -439,11 +443,6 @@ async def test_a_delegate_warns_for_days_and_goes_on_where_the_owner_prolongs_it
     said: list[tuple[float, str]] = []
 
     owned = await opened("invited")
-
-    async def here(function: Callable[..., object], *arguments: object) -> object:
-        return function(*arguments)
-
-    monkeypatch.setattr(admissions.asyncio, "to_thread", here)
     monkeypatch.setattr(admissions, "WATCH_S", 3600.0)
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(admissions, "say", lambda text: said.append((loop.time(), text)))
@@ -470,3 +469,21 @@ async def test_a_delegate_warns_for_days_and_goes_on_where_the_owner_prolongs_it
     assert 22.9 * DAY_S < warned[0] < 24 * DAY_S
     assert len(warned) < 20
     assert any("new ticket" in text for _, text in said) == prolonged
+
+
+async def test_what_fails_while_a_delegates_ticket_is_renewed_is_told_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise ValueError("no such key")
+
+    warned: list[str] = []
+    owned = await opened("invited")
+    monkeypatch.setattr(HeldTicket, "renew", fail)
+    monkeypatch.setattr(admissions, "warn", warned.append)
+    hosted = delegate(owned, tmp_path, monkeypatch, NOW_S + 30 * DAY_S)
+    await hosted.admitted(owned.hub.network(peer_of(public(DELEGATE))))
+    async with background(hosted.watch()):
+        await asyncio.sleep(60.0)
+    (line,) = warned
+    assert line.startswith("renewing our ticket failed (ValueError: no such key)")
