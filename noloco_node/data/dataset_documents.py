@@ -215,8 +215,8 @@ class RowDocuments:
                 self._let_go()
                 self.retries += 1
                 if pause_s is None:
-                    code, what = (Exit.STORAGE, "free some space") if is_full_disk(e) else _AWAY
-                    raise self._unreadable(e, code, f"{what}; the node goes on from here when started again") from e
+                    code, remedy = (Exit.STORAGE, "free some space") if is_full_disk(e) else _AWAY
+                    raise self._unreadable(e, code, f"{remedy}; the node goes on from here when started again") from e
                 say(f"the data source does not answer ({type(e).__name__}); trying again in {pause_s:.0f} s")
                 if self._closed.wait(pause_s):
                     raise ConnectionAbortedError("the data source was closed") from e
