@@ -381,6 +381,8 @@ def test_text_that_may_not_be_read_is_not_said_to_be_missing(tmp_path: Path) -> 
     assert caught.value.code is Exit.CONFIG
     assert str(around) in caught.value.why
     assert "symbolic links" in caught.value.why
+    with pytest.raises(UserError, match="There is no data at"):
+        find_files("a\0b")
 
 
 SURROGATE = '{"text": "x \\ud800 y"}\n'

@@ -112,6 +112,9 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     save_file(tensors | {"of_another_program": torch.tensor([torch.inf])}, paths[0])
     check_files(prepared, stages, paths)
     name, weight = next(iter(tensors.items()))
+    for dtype in (torch.float8_e4m3fn, torch.bfloat16):
+        save_file(tensors | {name: weight.to(dtype)}, paths[0])
+        check_files(prepared, stages, paths)
     save_file(tensors | {name: weight.clone().fill_(torch.nan)}, paths[0])
     with pytest.raises(UserError, match="cannot be loaded") as caught:
         check_files(prepared, stages, paths)
