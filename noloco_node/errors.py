@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -20,8 +21,8 @@ class Exit(IntEnum):
     CONFIG = 3
     """A run file, an invite or a data source is wrong; the message names the field."""
     UNREACHABLE = 4
-    """Nobody could be reached who is needed: no bootstrap peer (the message says which address failed, and why), or
-    nobody with the weights of a stage."""
+    """Nobody could be reached who is needed: no bootstrap peer (the message says which address failed, and why),
+    nobody with the weights of a stage, or no hub with the model or the data."""
     OTHER_RUN = 5
     """The peers that answered, or those of the invite, belong to another run or use another version of the protocol."""
     HOME_IN_USE = 6
@@ -82,6 +83,11 @@ def config_error(what: str, why: str, hint: str) -> UserError:
 def storage_error(what: str, why: str, hint: str) -> UserError:
     """Return the error of a disk that refuses."""
     return UserError(what, why=why, hint=hint, code=Exit.STORAGE)
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether the system wrote nothing because the disk, or what may be used of it, is full or read-only."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def reason_of(error: Exception) -> str:

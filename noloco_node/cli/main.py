@@ -23,7 +23,17 @@ from typer.core import TyperGroup
 
 from noloco_node import __version__
 from noloco_node.cli import bootstrap, doctor, join, journal, local_swarm, members, models, run_file, status
-from noloco_node.errors import COMPLAINT, Exit, UserError, causes, leaves, reason_of, storage_error, usage_error
+from noloco_node.errors import (
+    COMPLAINT,
+    Exit,
+    UserError,
+    causes,
+    is_full_disk,
+    leaves,
+    reason_of,
+    storage_error,
+    usage_error,
+)
 from noloco_node.machine.signals import drop_output
 from noloco_node.terminal import LogLevel, complain, configure
 
@@ -157,7 +167,7 @@ def _refusal_of(error: BaseException) -> UserError | None:
     """Return what a person can do about an error of the system; None if only the program can be at fault."""
     if not isinstance(error, OSError):
         return None
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+    if is_full_disk(error):
         what = "What the command returns or keeps cannot be written."
         return storage_error(what, why=reason_of(error), hint="free some space, or write to another disk")
     if error.filename is not None and error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP):

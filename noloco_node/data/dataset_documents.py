@@ -17,12 +17,13 @@ from typing import Any, NamedTuple, TypeVar
 from noloco_node.data.file_documents import Document, Place, ReadingOrder, UnreadText, find_files, row_side_of, side_of
 from noloco_node.data.local_rows import LocalRows
 from noloco_node.data.row_forms import BadRow, GoodRow, data_error, row_of
-from noloco_node.errors import UserError, config_error
+from noloco_node.errors import Exit, UserError, config_error, is_full_disk
 from noloco_node.run.config import DataConfig
 from noloco_node.terminal import say
 
 T = TypeVar("T")
 _WRONG_DATA = (ValueError, KeyError, TypeError, RuntimeError)
+_AWAY = (Exit.UNREACHABLE, "check the network")
 
 ANOTHER_FIELD = "another data.field in the run file, or --data SOURCE#FIELD"
 END_BYTES = 4096  # of a file's beginning and end, by which it is known again
@@ -207,20 +208,24 @@ class RowDocuments:
             except UserError:
                 raise
             except (FileNotFoundError, PermissionError, DatasetsError, *_WRONG_DATA) as e:
-                raise self._unreadable(e, "check [data] in the run file against the data set") from e
+                raise self._unreadable(e, Exit.CONFIG, "check [data] in the run file against the data set") from e
             except Exception as e:  # the libraries behind a stream raise errors of several others
+                if not _is_passing(e):
+                    raise
                 self._let_go()
                 self.retries += 1
                 if pause_s is None:
-                    raise self._unreadable(e, "check the network; the node goes on from here when started again") from e
+                    code, remedy = (Exit.STORAGE, "free some space") if is_full_disk(e) else _AWAY
+                    raise self._unreadable(e, code, f"{remedy}; the node goes on from here when started again") from e
                 say(f"the data source does not answer ({type(e).__name__}); trying again in {pause_s:.0f} s")
                 if self._closed.wait(pause_s):
                     raise ConnectionAbortedError("the data source was closed") from e
         raise AssertionError("the last try returns or raises")
 
-    def _unreadable(self, error: BaseException, hint: str) -> UserError:
+    def _unreadable(self, error: BaseException, code: Exit, hint: str) -> UserError:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-        return config_error(f"The data source {self._data.source} {self._data.path} cannot be read.", why, hint)
+        what = f"The data source {self._data.source} {self._data.path} cannot be read."
+        return UserError(what, why=why, hint=hint, code=code)
 
     def _let_go(self) -> None:
         rows, self._rows_left, self._shard = self._rows_left, None, None
@@ -234,6 +239,16 @@ class RowDocuments:
         if self._reading.acquire(blocking=False):
             self._let_go()
             self._reading.release()
+
+
+def _is_passing(error: Exception) -> bool:
+    """Whether a later try may find what this one did not: not after a bug, nor where memory has ended.
+
+    The libraries behind a stream have classes of their own for a network; a bug raises one of Python's.
+    """
+    if isinstance(error, MemoryError):  # pyarrow and numpy have their own of it
+        return False
+    return isinstance(error, (OSError, EOFError)) or type(error).__module__ != "builtins"
 
 
 def _local_files(data: DataConfig) -> list[tuple[str, Path]]:

@@ -347,7 +347,7 @@ def find_files(path: str, suffixes: tuple[str, ...] = ("",)) -> list[tuple[str, 
         # A glob is no directory; one that the system refuses to list only looks empty.
         with (
             os_errors_as(config_error, what, "a path that the user of this node may read, and its directories list"),
-            suppress(FileNotFoundError, NotADirectoryError),
+            suppress(FileNotFoundError, NotADirectoryError, ValueError),  # the last: a NUL
         ):
             os.listdir(given)
         of_kind = "" if suffixes == ("",) else f"{' or '.join(suffixes)} "

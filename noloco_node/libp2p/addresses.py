@@ -70,8 +70,8 @@ def relay_record(places: Sequence[str]) -> bytes:
 
 def relays_of(records: Mapping[str, bytes]) -> tuple[str, ...]:
     """Return the addresses of relays that records name; what is malformed counts as not said."""
-    by_turns = zip_longest(*map(_places_in, records.values()), fillvalue="")  # so that no record hides the others
-    return checked_relays(filter(None, chain.from_iterable(by_turns)))
+    by_turns = zip_longest(*map(_places_in, records.values()))  # so that no record hides the others
+    return checked_relays(place for place in chain.from_iterable(by_turns) if place is not None)
 
 
 def _places_in(raw: bytes) -> list[str]:

@@ -169,7 +169,9 @@ def check_files(prepared: Prepared, stages: Iterable[Shapes], paths: Sequence[Pa
         slices = {name: file.get_slice(name) for name, file in files.items()}
         found = {name: (each.get_dtype(), each.get_shape()) for name, each in slices.items()}
         for name in check_tensors(prepared, stages, found):
-            if not all(bound.isfinite() for bound in torch.aminmax(files[name].get_tensor(name).float())):
+            tensor = files[name].get_tensor(name)
+            # Torch cannot ask it of each kind of 8 bits.
+            if not (tensor.float() if tensor.itemsize == 1 else tensor).isfinite().all():
                 raise ValueError(f"{name} holds what is no finite number")
 
 

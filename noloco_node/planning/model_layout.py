@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from noloco_node.errors import Exit, UserError, config_error, storage_error
+from noloco_node.errors import Exit, UserError, config_error, is_full_disk, reason_of, storage_error
 from noloco_node.planning.windows import BACKWARD, FROZEN_BACKWARD
 from noloco_node.run.config import ModelConfig, RunConfig
 from noloco_node.units import format_bytes
@@ -273,7 +273,15 @@ def hub_directory(model: ModelConfig) -> Path | None:
 
     try:
         return Path(snapshot_download(model.hub, revision=model.commit, allow_patterns=list(WEIGHT_PATTERNS)))
+    except MemoryError:
+        raise
     except Exception as error:  # of several packages behind the hub's library
+        if is_full_disk(error):
+            raise storage_error(
+                f"The model {model.hub} cannot be kept on this disk.",
+                why=reason_of(error),
+                hint="free some space, or set HF_HOME to a directory with more of it; what has come is kept",
+            ) from error
         raise UserError(
             f"The model {model.hub} cannot be fetched from the hub.",
             why=" ".join(str(error).split())[:300] or type(error).__name__,
@@ -293,12 +301,17 @@ def check_hub_weights(model: ModelConfig, layout: ModelLayout) -> None:
 
     try:
         files = get_safetensors_metadata(model.hub, revision=model.commit).files_metadata.values()
-        found = {name: (tensor.dtype, tensor.shape) for file in files for name, tensor in file.tensors.items()}
-        check_tensors(layout.prepared, layout.checkpoint, found)
     except (NotASafetensorsRepoError, SafetensorsParsingError, ValueError) as error:
         raise unfit(model.hub, error) from error
+    except MemoryError:
+        raise
     except Exception:  # of several packages behind the hub's library
         return  # what is there already needs no network
+    found = {name: (tensor.dtype, tensor.shape) for file in files for name, tensor in file.tensors.items()}
+    try:
+        check_tensors(layout.prepared, layout.checkpoint, found)
+    except (ValueError, RuntimeError, TypeError) as error:  # torch has the last two for shapes that no tensor can have
+        raise unfit(model.hub, error) from error
 
 
 def check_download(model: ModelConfig, most_bytes: int | None) -> None:
@@ -309,6 +322,8 @@ def check_download(model: ModelConfig, most_bytes: int | None) -> None:
 
     try:
         files = HfApi().model_info(model.hub, revision=model.commit, files_metadata=True).siblings or []
+    except MemoryError:
+        raise
     except Exception:  # of several packages behind the hub's library
         return  # what is there already needs no network; whatever else is wrong, fetching it says better
     size = sum(file.size or 0 for file in files if any(fnmatch(file.rfilename, each) for each in WEIGHT_PATTERNS))

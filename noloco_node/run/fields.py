@@ -118,8 +118,8 @@ def refuse(problems: Iterable[Problem], origin: str, line: Callable[[str], str] 
 # From a text to a struct.
 
 
-_KEY = r"""[ \t]*(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*"""
-_TOO_DEEP = re.compile(rf"(?:^|[{{,])(?:{_KEY}\.){{16}}", re.MULTILINE)
+_KEY = r"""[ \t]*(?:[\w-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')[ \t]*"""
+_TOO_DEEP = re.compile(rf"(?:^[ \t]*\[{{1,2}}|^|[{{,])(?:{_KEY}\.){{16}}", re.MULTILINE)
 """A key in so many tables: the time and memory that tomllib takes for one grow with the square of their number."""
 
 

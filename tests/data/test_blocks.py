@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import http.server
 import itertools
@@ -48,7 +49,7 @@ from noloco_node.data.file_documents import (
     stdlib_files,
 )
 from noloco_node.data.token_text import Prompts
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import NEEDS_A_PERSON, Exit, UserError
 from noloco_node.run.config import DataConfig
 
 END = 1
@@ -380,6 +381,8 @@ def test_text_that_may_not_be_read_is_not_said_to_be_missing(tmp_path: Path) -> 
     assert caught.value.code is Exit.CONFIG
     assert str(around) in caught.value.why
     assert "symbolic links" in caught.value.why
+    with pytest.raises(UserError, match="There is no data at"):
+        find_files("a\0b")
 
 
 SURROGATE = '{"text": "x \\ud800 y"}\n'
@@ -547,9 +550,46 @@ def test_a_network_that_stays_away_is_given_up_in_the_end(corpus: Path, monkeypa
         calls.append(1)
         raise TimeoutError("no answer")
 
-    with pytest.raises(UserError, match="TimeoutError: no answer"):
+    with pytest.raises(UserError, match="TimeoutError: no answer") as caught:
         RowDocuments(config(corpus, "json"), ReadingOrder("train", 0, "p", True), load)
     assert len(calls) == 1, "the person who starts a node waits for it"
+    assert caught.value.code is Exit.UNREACHABLE
+    assert caught.value.code not in NEEDS_A_PERSON, "a service tries again"
+
+
+class OutOfMemory(MemoryError):
+    """As pyarrow and numpy have their own."""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), Exit.STORAGE),
+        (huggingface_hub.errors.HTTPError("no hub"), Exit.UNREACHABLE),
+        (EOFError("torn"), Exit.UNREACHABLE),
+        (FileNotFoundError("no such file"), Exit.CONFIG),
+        (MemoryError(), None),
+        (OutOfMemory(), None),
+        (AttributeError("a bug of ours"), None),
+    ],
+)
+def test_only_what_may_pass_is_tried_again(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, code: Exit | None
+) -> None:
+    monkeypatch.setattr(dataset_documents, "PAUSES_S", (0.0,) * 2)
+
+    class Failing(Cable):
+        def shard(self, num_shards: int, index: int) -> Cable:
+            raise error
+
+    data = config(corpus, "json")
+    order = ReadingOrder("train", 0, "p", True)
+    documents = RowDocuments(data, order, lambda: Failing(load_rows(data), itertools.count(), set()))
+    with pytest.raises(type(error) if code is None else UserError) as caught:
+        documents.next()
+    assert getattr(caught.value, "code", None) is code
+    assert documents.retries == (3 if code in (Exit.STORAGE, Exit.UNREACHABLE) else 0)
+    assert code is None or ("the network" in str(caught.value)) == (code is Exit.UNREACHABLE)
 
 
 class Hub(http.server.BaseHTTPRequestHandler):

@@ -196,6 +196,8 @@ def test_records_of_relays_are_read_with_care() -> None:
     assert relays_of({"a": relay_record([RELAY, DOOR]), "b": relay_record([RELAY])}) == (RELAY, DOOR)
     noise = {"a": b"\xc1", "b": b"\xa1\xff", "c": relay_record(["/ip4/1.2.3.4", "x" * 10_000]), "d": b""}
     assert relays_of(noise | {"e": relay_record([RELAY])}) == (RELAY,)
+    assert relays_of({"a": relay_record(2000 * [""]), "b": relay_record([RELAY])}) == (RELAY,)
+    assert relays_of({"a": relay_record([*2000 * [""], RELAY])}) == (), "names without a place count as well"
     assert checked_relays([f"/dns4/a,b/tcp/1/p2p/{PEERS[0]}", f"{RELAY}/p2p-circuit/p2p/{PEERS[0]}"]) == ()
     many = [f"/ip4/198.51.100.{number}/tcp/4001/p2p/{PEERS[0]}" for number in range(9)]
     assert len(checked_relays(many)) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from noloco_node.errors import Exit, UserError
+from noloco_node.planning import checkpoint_map
 from noloco_node.planning.checkpoint_map import CheckpointMap, check_files, read_parameters
 from noloco_node.planning.model_layout import check_download, check_hub_weights, hub_directory, model_layout
 from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
@@ -110,6 +112,9 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     save_file(tensors | {"of_another_program": torch.tensor([torch.inf])}, paths[0])
     check_files(prepared, stages, paths)
     name, weight = next(iter(tensors.items()))
+    for dtype in (torch.float8_e4m3fn, torch.bfloat16):
+        save_file(tensors | {name: weight.to(dtype)}, paths[0])
+        check_files(prepared, stages, paths)
     save_file(tensors | {name: weight.clone().fill_(torch.nan)}, paths[0])
     with pytest.raises(UserError, match="cannot be loaded") as caught:
         check_files(prepared, stages, paths)
@@ -143,14 +148,34 @@ def test_check_reads_the_header_of_a_model_on_the_hub(monkeypatch: pytest.Monkey
             check_hub_weights(on_hub, layout)
         assert says in str(caught.value)
         shapes[name] = before
+    for size in (2**70, 2**62, -1):
+        monkeypatch.setitem(shapes, name, [size, 32])
+        with pytest.raises(UserError, match="The weights in some/model cannot be loaded"):
+            check_hub_weights(on_hub, layout)
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint_map, "check_tensors", Mock(side_effect=AttributeError("a bug of ours")))
+        with pytest.raises(AttributeError):
+            check_hub_weights(on_hub, layout)
 
-    for error in (ConnectionError("no hub"), huggingface_hub.errors.HTTPError("no hub")):
+    def fail(error: Exception) -> None:
         away = Mock(side_effect=error)
         monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", away)
         monkeypatch.setattr(huggingface_hub, "snapshot_download", away)
         monkeypatch.setattr(huggingface_hub.HfApi, "model_info", away)
+
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for error in (ConnectionError("no hub"), huggingface_hub.errors.HTTPError("no hub"), full):
+        fail(error)
         check_hub_weights(on_hub, layout)
         check_download(on_hub, None)
-        with pytest.raises(UserError, match="some/model cannot be fetched") as caught:
+        with pytest.raises(UserError, match=r"some/model cannot be (fetched|kept)") as caught:
             hub_directory(on_hub)
-        assert caught.value.code is Exit.UNREACHABLE
+        assert caught.value.code is (Exit.STORAGE if error is full else Exit.UNREACHABLE)
+    fail(MemoryError())
+    for ask in (
+        lambda: check_hub_weights(on_hub, layout),
+        lambda: check_download(on_hub, None),
+        lambda: hub_directory(on_hub),
+    ):
+        with pytest.raises(MemoryError):
+            ask()

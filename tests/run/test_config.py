@@ -561,8 +561,8 @@ def test_a_field_of_any_name_is_refused_in_a_sentence(name: str) -> None:
             decode_run(f"{MODEL if section else ''}{section}{json.dumps(name)} = 1\n{'' if section else MODEL}", "x")
 
 
-@pytest.mark.parametrize("before", ["", "\n  ", "x = {", "x = [{a=1, "])
-@pytest.mark.parametrize("part", ["a.", " 'a b' . ", '"." .'])
+@pytest.mark.parametrize("before", ["", "\n  ", "x = {", "x = [{a=1, ", "[", " [[ "])
+@pytest.mark.parametrize("part", ["a.", " 'a b' . ", '"." .', r'"\"\\" . '])
 def test_a_key_of_many_parts_is_refused_before_it_takes_the_memory(before: str, part: str) -> None:
     """One of two hundred kilobytes took all memory of the machine that read it, or half a minute."""
     with pytest.raises(UserError, match="a key has more than 16 parts"):
