@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from process_swarm import host, is_finished
 from processes import Command, Commands
 from safetensors.torch import load_file
+from small_stages import nadam
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -91,7 +92,7 @@ def test_stages_apart_take_the_step_of_the_modules_in_one_loop(
 
     trained = [each for each in whole.parameters() if each.requires_grad]
     inner = run.inner
-    plain = torch.optim.AdamW(trained, lr=0.01, betas=(inner.beta1, inner.beta2), eps=1e-8, weight_decay=0.0)
+    plain = nadam(trained, inner, 0.01)
     loss = functional.cross_entropy(whole(ids).flatten(0, 1), targets.flatten())
     loss.backward()
     for number, part in enumerate(parts):

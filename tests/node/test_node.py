@@ -96,7 +96,8 @@ def _train_alone(
     """Train the whole model in plain transformers and torch on the tokens that the source drew."""
     from transformers import AutoModelForCausalLM
 
-    from noloco_node.planning.model_layout import build_stage
+    from noloco_node.planning.model_layout import build_stage, inner_optimiser
+    from pipeline.adamw import AdamW
 
     what = recipe(stages=stages, steps=20, window=1, per_round=1000, architecture=architecture)
     plan = peers[0].plan
@@ -107,21 +108,19 @@ def _train_alone(
         {name: weight.detach().clone() for part in parts for name, weight in part.named_parameters()}, strict=False
     )
     weights = dict(model.named_parameters())
-    inner = what.run.inner
-    optimiser = torch.optim.AdamW(
-        weights.values(), lr=0.0, betas=(inner.beta1, inner.beta2), eps=inner.epsilon, weight_decay=inner.weight_decay
-    )
+    inner = inner_optimiser(what.run)
+    # Not torch's NAdam: the gradient of a bias of keys is noise, of which a step makes as much as of any gradient.
+    optimiser = AdamW(list(weights.values()), inner, torch.device("cpu"))
     losses = []
     for rate, tokens in zip(rates, peers[0].text.drawn, strict=False):
         loss = torch.nn.functional.cross_entropy(
             model(tokens[:, :-1]).logits.flatten(0, 1).float(), tokens[:, 1:].flatten()
         )
-        optimiser.zero_grad()
+        model.zero_grad()
         loss.backward()
         for group in names:
             torch.nn.utils.clip_grad_norm_([weights[name] for name in group], inner.clip_norm)
-        optimiser.param_groups[0]["lr"] = rate
-        optimiser.step()
+        optimiser.step(rate)
         losses.append(loss.item())
     return {**{name: weight.detach() for name, weight in weights.items()}, "losses": torch.tensor(losses)}, names
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,3 +76,16 @@ def whole_optimiser(weights: Mapping[str, Tensor]) -> torch.optim.AdamW:
         for matrices, decay in ((True, INNER.weight_decay), (False, 0.0))
     ]
     return torch.optim.AdamW(groups, lr=1e-3, betas=(INNER.beta1, INNER.beta2), eps=INNER.epsilon)
+
+
+def nadam(weights: Iterable[Tensor] | Iterable[dict[str, Any]], inner: Any, learning_rate: float) -> torch.optim.NAdam:
+    """Return torch's own form of a run's inner optimiser. `inner`: its constants, `Inner` or of the run file."""
+    return torch.optim.NAdam(
+        weights,
+        lr=learning_rate,
+        betas=(inner.beta1, inner.beta2),
+        eps=inner.epsilon,
+        weight_decay=inner.weight_decay,
+        momentum_decay=1e9,  # so large a decay lets torch's beta1 be the same in each step
+        decoupled_weight_decay=True,
+    )
