@@ -68,8 +68,10 @@ PAROLE = 0.5
 """Score that is missing to the limit after a quarantine."""
 QUARANTINES_S = (600.0, 3600.0, 6 * 3600.0)
 DOUBT_S = 600.0
-FIRST_CHECKS = 24.0
+FIRST_CHECKS = 36.0
 """Calls that a sender may spend on checks before it knows any replica; it is also the most that it saves."""
+RESERVE = 12.0
+"""Calls of it for suspects alone: three checks, as many as shut out a replica that begins to lie late."""
 KEPT = 6.0
 """Calls of it that are kept for replicas that are suspected, and at first for those that have not agreed yet. As many
 at most are for draws alone."""
@@ -149,10 +151,11 @@ class CheckBudget:
 
         Replicas that come later are checked out of what is not kept for suspects.
         """
+        left = self._left - RESERVE * (not suspected)
         if not suspected and not is_new:
-            return drawn < DRAWN and (self._left >= FULL_CHECK + KEPT or self._for_draws >= FULL_CHECK)
-        is_kept = suspected or self._spent < FIRST_CHECKS
-        return self._left - self._for_draws >= FULL_CHECK + KEPT * (not is_kept)
+            return drawn < DRAWN and (left >= FULL_CHECK + KEPT or self._for_draws >= FULL_CHECK)
+        is_kept = suspected or self._spent < FIRST_CHECKS - RESERVE
+        return left - self._for_draws >= FULL_CHECK + KEPT * (not is_kept)
 
 
 class _Record(NamedTuple):

@@ -295,6 +295,19 @@ def test_checks_of_any_kind_that_overlap_in_any_order_never_overdraw(rate: float
         assert made + FULL_CHECK * len(under_way) <= earned + 1e-6
 
 
+@given(st.sampled_from([0.001, 0.04]), st.lists(st.tuples(st.booleans(), st.integers(1, FULL_CHECK)), max_size=60))
+def test_whatever_newcomers_and_draws_take_three_checks_are_left_to_suspects(
+    rate: float, before: list[tuple[bool, int]]
+) -> None:
+    """Newcomers took all first calls, and a replica that began to lie soon after was struck and went on."""
+    budget = CheckBudget(rate)
+    for is_new, calls in before:
+        budget.earn()
+        _checked(budget, calls, 0.0, is_new=is_new)
+    for _ in range(3):
+        assert _checked(budget, FULL_CHECK, 1.0, suspected=True)
+
+
 @pytest.mark.parametrize("under_way", [1, 5, 64])
 def test_checks_that_run_at_the_same_time_spend_no_more_than_there_is(under_way: int) -> None:
     with ExitStack() as checks:
@@ -307,7 +320,7 @@ def test_checks_that_run_at_the_same_time_spend_no_more_than_there_is(under_way:
     assert budget.allows(suspected=False, is_new=False, drawn=0.0), "what was not spent is there again"
 
 
-@pytest.mark.parametrize(("spent", "checks", "of_suspects"), [(0, 4, 2), (2, 4, 1), (3, 3, 2)])
+@pytest.mark.parametrize(("spent", "checks", "of_suspects"), [(0, 4, 5), (2, 4, 4), (3, 3, 5)])
 def test_a_full_check_never_overdraws_and_one_at_least_is_kept_for_suspects(
     spent: int, checks: int, of_suspects: int
 ) -> None:
