@@ -71,10 +71,10 @@ DOUBT_S = 600.0
 FIRST_CHECKS = 36.0
 """Calls that a sender may spend on checks before it knows any replica; it is also the most that it saves."""
 RESERVE = 12.0
-"""Calls of it for suspects alone: three checks, as many as shut out a replica that begins to lie late."""
+"""Of these, calls for suspects alone: three checks, as many as shut out a replica that begins to lie late."""
 KEPT = 6.0
-"""Calls of it that are kept for replicas that are suspected, and at first for those that have not agreed yet. As many
-at most are for draws alone."""
+"""Of the others, calls that are kept for replicas that are suspected, and at first for those that have not agreed yet.
+As many at most are for draws alone."""
 FULL_CHECK = 4
 """Replicas that are asked for a check at most; some are busy. So many calls are set aside while it lasts."""
 DRAWN = 1 / 4

@@ -211,10 +211,10 @@ class PartnerView:
 
 
 class PartnerQueue:
-    """Whom to ask next in an open round, and when to ask each partner again.
+    """Decides which partner a replica asks next in an open round, and when it asks each again.
 
-    A peer that proposes waits in an open round of its own. One that we declined is remembered until our next step, and
-    asked before those that may have no round open.
+    A peer that proposes has a round open itself. The queue remembers those that we declined until our next step, and
+    asks them before peers that may have no round open.
     """
 
     def __init__(self, patience: RoundTimeouts, rng: random.Random) -> None:

@@ -261,8 +261,8 @@ def inner_optimiser(run: RunConfig) -> Inner:
     """Return the constants of a stage's inner optimiser. It steps by Nesterov's momentum (research/results.md)."""
     from pipeline.inner_step import Inner
 
-    inner = run.inner
-    return Inner(inner.beta1, inner.beta2, inner.epsilon, inner.weight_decay, inner.clip_norm, inner.state, True)
+    own = run.inner
+    return Inner(own.beta1, own.beta2, own.epsilon, own.weight_decay, own.clip_norm, own.state, nesterov=True)
 
 
 def hub_directory(model: ModelConfig) -> Path | None:
