@@ -91,6 +91,11 @@ def coding_seconds(run: RunConfig, width: int, flops: float) -> float:
     return 0.0 if plain else run.pipeline.microbatch_tokens * width * CODING_FLOPS / flops
 
 
+def orthogonal_seconds(run: RunConfig, layout: ModelLayout, stage: int, flops: float) -> float:
+    """Return what a device takes to make an inner step orthogonal, where the run has that."""
+    return sum(map(orthogonal_operations, layout.matrices[stage])) / flops if run.inner.orthogonal else 0.0
+
+
 def stage_loads(
     run: RunConfig, layout: ModelLayout, machines: Machines, needs: Sequence[Memory]
 ) -> tuple[MicrobatchSeconds, ...]:
@@ -101,9 +106,7 @@ def stage_loads(
     for number, (work, memory) in enumerate(zip(layout.work, needs, strict=True)):
         sends, takes = not pipeline.is_last(number), number > 0
         passes = 1.0 + layout.backward + _computed_again(pipeline.in_flight(number), memory, machines)
-        step_s = memory.moments_beside / BUS_BYTES_PER_S
-        if run.inner.orthogonal:
-            step_s += sum(map(orthogonal_operations, layout.matrices[number])) / machines.flops
+        step_s = memory.moments_beside / BUS_BYTES_PER_S + orthogonal_seconds(run, layout, number, machines.flops)
         found.append(
             MicrobatchSeconds(
                 device_s=passes * tokens * work / machines.flops

@@ -386,7 +386,8 @@ def _inner(run: config.RunConfig) -> Iterator[Problem]:
     wrong = partial(_wrong, "inner", inner)
     if inner.orthogonal and (run.adapter.is_trained or run.model.is_foreign):
         what = "trains adapters" if run.adapter.is_trained else "trains a foreign module"
-        yield wrong("orthogonal", f"the run {what}, and it is for the matrices of a model's decoder layers", "false")
+        why = f"the run {what}, and it is for the matrices of a model's decoder layers"
+        yield Problem("inner.orthogonal", "true", why, "false")
     if not 0 <= inner.warmup_steps < inner.steps:
         why = f"the run takes {inner.steps} inner steps, and would end before its warm-up does"
         yield wrong("warmup_steps", why, "at least 0 and below inner.steps; a twentieth of it is usual")
