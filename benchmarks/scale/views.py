@@ -51,7 +51,7 @@ from noloco_node.libp2p.record_checks import SIGNATURE_BYTES
 from noloco_node.libp2p.record_holders import LONGEST_SEARCH_S, MORE_EVERY, SEARCH_S, WRITTEN
 from noloco_node.libp2p.short_answers import NAME_BYTES, shortened
 from noloco_node.run.peer_state import PeerState
-from noloco_node.swarm.membership import READ_OTHERS_S, READ_OWN_S, READ_S, SAMPLE_RENEWALS, read_next_s
+from noloco_node.swarm.membership import SAMPLE_RENEWALS
 from noloco_node.swarm.roster import Given, PeerRecord, brief
 from noloco_node.swarm.shards import (
     CALM_PAUSE_S,
@@ -67,6 +67,7 @@ from noloco_node.swarm.shards import (
     stage_size,
     written,
 )
+from noloco_node.swarm.stage_division import READ_OTHERS_S, READ_OWN_S, READ_S, read_next_s
 from noloco_node.swarm.stage_records import CLOCK_ERROR_S, CLOCK_S, Published, encode_record
 from pipeline.placement import StagePace
 from pipeline.routing import Bag, Hop, next_hop

@@ -190,22 +190,12 @@ class MeetingProtocol:
         Raises Implausible where the partner's messages cannot be right, another `ConnectionError` where they do not
         come or our own weights are not finite.
         """
-        round_state, optimiser = self._round_state, self._optimiser
-        own, brings = round_state.weight_age, snapshot.inner_steps - round_state.steps_when_met
-        mine = Probe(
-            round=own.round,
-            last_met=own.last_met,
-            version=optimiser.version,
-            holds=round_state.prefetch.version_held(conversation.peer),
-            slow=optimiser.slow_probe(),
-            fast=optimiser.fast_probe(snapshot),
-            inner_steps=brings,
-        )
+        round_state, mine = self._round_state, self._probe(conversation.peer, snapshot)
         check_own(mine)
         theirs = await swap(conversation, mine)
         check_probe(theirs, mine)
-        exchange = _Exchange(conversation, snapshot, optimiser, mine, theirs)
-        partner = outer_step.WeightAge(theirs.round, theirs.last_met)
+        exchange = _Exchange(conversation, snapshot, self._optimiser, mine, theirs)
+        own, partner = (outer_step.WeightAge(side.round, side.last_met) for side in (mine, theirs))
         own_staleness, their_staleness = (
             outer_step.staleness(side, outer_step.clock(own, partner)) for side in (own, partner)
         )
@@ -231,7 +221,7 @@ class MeetingProtocol:
                 return
             round_state.counts["clipped"] += swapped.step.clipped
             if not adopted:
-                self._context.saw(meeting.partner, theirs.inner_steps, brings)
+                self._context.saw(meeting.partner, theirs.inner_steps, mine.inner_steps)
             event = OuterStepTaken(
                 round=round_state.schedule.round,
                 seconds=now() - meeting.since_s,
@@ -248,6 +238,20 @@ class MeetingProtocol:
 
         must_go_on()  # a partner that has our acknowledgement takes the step
         await conclude(conversation, commit, asked=asked)
+
+    def _probe(self, peer: str, snapshot: Snapshot) -> Probe:
+        """Return what we tell a peer of our weights."""
+        round_state, optimiser = self._round_state, self._optimiser
+        own = round_state.weight_age
+        return Probe(
+            round=own.round,
+            last_met=own.last_met,
+            version=optimiser.version,
+            holds=round_state.prefetch.version_held(peer),
+            slow=optimiser.slow_probe(),
+            fast=optimiser.fast_probe(snapshot),
+            inner_steps=snapshot.inner_steps - round_state.steps_when_met,
+        )
 
     def _note_too_stale(self, partner: str, partner_staleness: int, sent: int, received: int) -> None:
         """Go on with our open round: the partner has ended its own with our weights."""

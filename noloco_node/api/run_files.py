@@ -59,7 +59,6 @@ def init(
     steps, every = _whole("steps", steps), _whole("every", every)
     path = typed(path)
     check_named(path)
-    weights = path.with_suffix(".safetensors")
     if isinstance(model, nn.ModuleList):  # it computes nothing by itself
         model = list(model)
     parameters = _trained(model)
@@ -84,6 +83,13 @@ def init(
     elif not isinstance(model, Mapping):
         table["pipeline"]["stages"] = len(model)
     table |= _merged(table, sections)
+    _write(path, table, parameters, overwrite=overwrite)
+    return path
+
+
+def _write(path: Path, table: dict[str, Any], parameters: Mapping[str, nn.Parameter], *, overwrite: bool) -> None:
+    """Write a run file, and beside it the weights that the run begins with; nothing where a field is wrong."""
+    weights = path.with_suffix(".safetensors")
     if parameters:
         _check_weights_name(path, weights)
         # Before a file of weights is written, all the rest is known to be right: this entry stands for it.
@@ -99,7 +105,6 @@ def init(
         table["model"]["weights"] = [msgspec.structs.asdict(described(weights))]
         decode_run(_text(table), str(path))
     write_text(path, _text(table), overwrite=True)
-    return path
 
 
 def _merged(table: Mapping[str, Any], sections: Mapping[str, Mapping[str, object]]) -> dict[str, Any]:

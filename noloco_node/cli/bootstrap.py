@@ -7,6 +7,7 @@ depend on it. A new bootstrap peer takes the place of a lost one by any invite t
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from noloco_node.libp2p.settings import EVERYWHERE, Capacity, NetworkSettings, R
 from noloco_node.machine.memory import machine_free_bytes, share_arenas
 from noloco_node.machine.signals import departure, run
 from noloco_node.machine.system import allow_files
+from noloco_node.network.interface import PeerNetwork
 from noloco_node.node.health import SKEW_S, wrong_clock
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import short
@@ -132,12 +134,8 @@ async def host(options: BootstrapOptions) -> None:
             sign(short(libp2p_network.peer_id))
             network = await admissions.admitted(libp2p_network)
             relays = await stack.enter_async_context(libp2p_network.relaying(keys))
-            await network.serve(TOPIC, SCHEMA, recipe.serve)
-            await network.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
-            for topic, store in stores.items():
-                await network.serve(topic, weight_exchange.SCHEMA, WeightServer(store, asyncio.to_thread).serve)
             history = RunHistory(home.enter(recipe.digest).run_history, say)
-            await network.serve(HISTORY_TOPIC, HISTORY_SCHEMA, history.serve)
+            await _serve(network, recipe, history, stores)
             addresses = await network.addresses()
             invite = invites.format(recipe.digest, addresses, admissions.credential)
             print(invite, flush=True)
@@ -146,13 +144,8 @@ async def host(options: BootstrapOptions) -> None:
             say(f"bootstrap peer of the run {recipe.run.name!r} ({recipe.digest[:12]}), home {home.path}")
             say(admissions.rule)
             say(admissions.advice(invite, from_where(addresses)))
-            if not recipe.run.data.is_public:
-                say(f"each machine trains on text that its owner names: join --data PATH ({recipe.run.data.text_name})")
-            if recipe.run.model.weights:
-                say(weights_line(options.weights))
-            if relays:
-                places = ", ".join(dict.fromkeys(parse_peer_address(place).transport for place in relays))
-                say(f"relays for peers behind routers listen too, and must be as open: {places}")
+            for line in _needs(recipe.run, options.weights, relays):
+                say(line)
             membership = recipe.membership(network)
             async with asyncio.TaskGroup() as group:
                 looking = (
@@ -169,6 +162,33 @@ async def host(options: BootstrapOptions) -> None:
                     task.cancel()
 
 
+async def _serve(
+    network: PeerNetwork, recipe: RunFileText, history: RunHistory, stores: Mapping[str, WeightStore]
+) -> None:
+    """Answer newcomers: the run file, how far the run is, the speed of their line, files of the run's checkpoint."""
+    await network.serve(TOPIC, SCHEMA, recipe.serve)
+    await network.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
+    for topic, store in stores.items():
+        await network.serve(topic, weight_exchange.SCHEMA, WeightServer(store, asyncio.to_thread).serve)
+    await network.serve(HISTORY_TOPIC, HISTORY_SCHEMA, history.serve)
+
+
+def _needs(run: RunConfig, weights: Path | None, relays: Sequence[str]) -> Iterator[str]:
+    """Yield what the run needs that its run file does not hold: text, weights, ports of relays."""
+    if not run.data.is_public:
+        yield f"each machine trains on text that its owner names: join --data PATH ({run.data.text_name})"
+    if run.model.weights and weights is not None:
+        yield f"the run starts from the checkpoint in {weights}, which newcomers fetch from here"
+    elif run.model.weights:
+        yield (
+            "the run starts from a checkpoint, and it is not served here: until a peer gives --weights DIR, those who "
+            "begin the run wait for it"
+        )
+    if relays:
+        places = ", ".join(dict.fromkeys(parse_peer_address(place).transport for place in relays))
+        yield f"relays for peers behind routers listen too, and must be as open: {places}"
+
+
 def _checkpoint_stores(directory: Path | None, run: RunConfig) -> dict[str, WeightStore]:
     """Return the files of the checkpoint in a directory by their topic, after reading all of them.
 
@@ -180,16 +200,6 @@ def _checkpoint_stores(directory: Path | None, run: RunConfig) -> dict[str, Weig
     if run.data.tokenizer_files:
         stores[weight_exchange.TOKENIZER_TOPIC] = WeightStore.whole(directory, run.data.tokenizer_files)
     return stores
-
-
-def weights_line(directory: Path | None) -> str:
-    """Say where newcomers get the weights that the run starts from."""
-    if directory is not None:
-        return f"the run starts from the checkpoint in {directory}, which newcomers fetch from here"
-    return (
-        "the run starts from a checkpoint, and it is not served here: until a peer gives --weights DIR, those who begin"
-        " the run wait for it"
-    )
 
 
 def _invite_of_same_run(given: str, recipe: RunFileText, run_file: Path) -> invites.Invite:

@@ -17,8 +17,8 @@ import msgspec
 from noloco_node.node.node_context import NodeContext
 from noloco_node.node.stage_claim import claims_of, fitting_stages, free_memory, microbatch_s, servable
 from noloco_node.run.peer_state import PeerState
-from noloco_node.swarm.membership import READ_S
 from noloco_node.swarm.roster import PeerRecord
+from noloco_node.swarm.stage_division import READ_S
 from noloco_node.tasks import loop_s
 from pipeline.placement import MigrationState, Move, OwnPlacement, StagePace, decide, may_move
 

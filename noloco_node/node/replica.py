@@ -125,19 +125,8 @@ class Replica:
         self.microbatches = MicrobatchServer(context, stage, self.worker, turns)
         self._gossip_schema = gossip_schema(run, model.shapes)
         self._partners = Partners(context.me, stage, lambda: context.membership.roster)
-        round_context = RoundContext(
-            seed=run.seed,
-            compute=device.beside,
-            partners=self._partners,
-            converse=self._converse,
-            record=self._journal,
-            fixed=model.fixed,
-            from_zero=run.adapter.is_trained and run.adapter.freeze_a,
-            timeouts=round_timeouts(run, context.options, sum(tensor.nbytes for tensor in origin.state.slow)),
-            answers=AdaptiveTimeout(ANSWERS) if context.options.deadlines else None,
-            saw=self._saw,
-        )
-        self.rounds = Rounds(context.me, run.outer, origin, self, round_context)
+        weight_bytes = sum(tensor.nbytes for tensor in origin.state.slow)
+        self.rounds = Rounds(context.me, run.outer, origin, self, self._round_context(weight_bytes))
         self.starting_weights = StartingWeights(starting_state, self.rounds)
         self._line_s = context.host.line_s(stage)
         self._loss: float | None = None
@@ -147,6 +136,21 @@ class Replica:
         self.seconds_per_step = 1.0  # the time from one inner step to the next, of the last window; 1 before the first
         self._stepped_at, self._busy_s = loop_s(), device.busy_s
         self.awaits_text = False  # whether its source has asked for text that has not come
+
+    def _round_context(self, weight_bytes: int) -> RoundContext:
+        run, options = self._context.run, self._context.options
+        return RoundContext(
+            seed=run.seed,
+            compute=self._device.beside,
+            partners=self._partners,
+            converse=self._converse,
+            record=self._journal,
+            fixed=self._model.fixed,
+            from_zero=run.adapter.is_trained and run.adapter.freeze_a,
+            timeouts=round_timeouts(run, options, weight_bytes),
+            answers=AdaptiveTimeout(ANSWERS) if options.deadlines else None,
+            saw=self._saw,
+        )
 
     # The training itself.
 

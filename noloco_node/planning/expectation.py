@@ -101,20 +101,7 @@ def describe_expectation(planned: Planned, machines: throughput.Machines) -> lis
         hop = hop_bytes(pipeline, layout.width)
         said.append(f"A microbatch's hop: {format_bytes(hop.down)} down, {format_bytes(hop.back)} back.")
     if pipeline.replicas > 1:
-        largest = max(round_bytes(run.outer, tuple(shapes.values())) for shapes in layout.shapes)
-        said.append(
-            f"A round: {format_bytes(largest)} each way, due every {mean_steps_per_round(run.outer):.0f} inner steps; "
-            f"with {throughput.share_of_rounds(run):.0%} of the line it comes every {found.steps_per_round} at the "
-            "soonest."
-        )
-        if found.steps_per_round * LEAST_ROUNDS > run.inner.steps:
-            said.append(
-                f"Warning: the lines carry {run.inner.steps // found.steps_per_round} rounds in the "
-                f"{run.inner.steps:,} inner steps of this run, fewer than the {LEAST_ROUNDS} that mix the replicas. "
-                "Fewer machines, faster lines or more tokens help."
-            )
-        carried = min(machines.up_bytes_per_s, machines.down_bytes_per_s) * tokens / found.tokens_per_s
-        said.append(on_such_lines(carried / largest, pipeline.replicas))
+        said += _rounds(planned, machines)
     if every := run.data.evaluate_every_rounds:
         number = max(1, rounds_of(run) // every)
         share = number * evaluated_sequences(run) / FORWARD_PASSES / run.budget_samples
@@ -141,6 +128,26 @@ def describe_changes(planned: Planned, before: RunConfig, machines: throughput.M
     if spare:
         said.append(f"This plan leaves out {spare} of {machines.count} machines, which may join as more replicas.")
     return fitted(said)
+
+
+def _rounds(planned: Planned, machines: throughput.Machines) -> Iterator[str]:
+    """Yield what a round takes, whether the lines carry enough of them, and how a mean over all replicas compares."""
+    run, found = planned.run, planned.expected
+    largest = max(round_bytes(run.outer, tuple(shapes.values())) for shapes in planned.layout.shapes)
+    yield (
+        f"A round: {format_bytes(largest)} each way, due every {mean_steps_per_round(run.outer):.0f} inner steps; "
+        f"with {throughput.share_of_rounds(run):.0%} of the line it comes every {found.steps_per_round} at the "
+        "soonest."
+    )
+    if found.steps_per_round * LEAST_ROUNDS > run.inner.steps:
+        yield (
+            f"Warning: the lines carry {run.inner.steps // found.steps_per_round} rounds in the "
+            f"{run.inner.steps:,} inner steps of this run, fewer than the {LEAST_ROUNDS} that mix the replicas. "
+            "Fewer machines, faster lines or more tokens help."
+        )
+    tokens = run.tokens(run.budget_samples)
+    carried = min(machines.up_bytes_per_s, machines.down_bytes_per_s) * tokens / found.tokens_per_s
+    yield on_such_lines(carried / largest, run.pipeline.replicas)
 
 
 def _alone(planned: Planned, machines: throughput.Machines) -> list[str]:

@@ -16,8 +16,7 @@ failed reading the roster stays, and says since when it is old (`Roster.old_sinc
 A stage of more than 64 replicas has shards (`noloco_node.swarm.shards`): a peer writes under the keys of its own, and
 reads a few. Then the roster is a sample, which says how many peers there are (`Roster.sizes`), and no sum of all peers
 is read: the keys of sources and of receipts are left alone. A peer that knows only a sample of its stage publishes its
-record every `RENEWED_S`. A sample is read every few minutes (`READ_S`), and sooner where it is too small, its depth
-changes, or many of its peers are gone. Most records of such a stage are brief (`noloco_node.swarm.roster.brief`).
+record every `RENEWED_S`. Most records of such a stage are brief (`noloco_node.swarm.roster.brief`).
 
 A source and a visitor also read the receipts for all sources' samples (`noloco_node.swarm.receipts`). A replica of the
 last stage publishes the receipts that it gives. Both happen every second time.
@@ -32,7 +31,6 @@ import random
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from operator import attrgetter
-from statistics import median_low
 from typing import Any, NoReturn
 
 import msgspec
@@ -48,22 +46,8 @@ from noloco_node.swarm.receipts import (
     SourceRecord,
 )
 from noloco_node.swarm.roster import Given, PeerRecord, Roster, SourceProgress, brief
-from noloco_node.swarm.shards import (
-    CALM_PAUSE_S,
-    FOLLOWED,
-    LEAST_IN_SHARD,
-    LEAST_PAUSE_S,
-    MOST_IN_SHARD,
-    RENEWED_S,
-    ReadingRhythm,
-    Shard,
-    StageSize,
-    followed,
-    is_brief,
-    next_depth,
-    stage_size,
-    written,
-)
+from noloco_node.swarm.shards import FOLLOWED, RENEWED_S, StageSize, is_brief, written
+from noloco_node.swarm.stage_division import StageDivision
 from noloco_node.swarm.stage_records import (
     CLOCK_ERROR_S,
     LONGEST_LIFETIME_S,
@@ -81,30 +65,11 @@ REFRESHES = 3
 """Our record outlives this many refreshes, since one or two may be lost on the way."""
 SAMPLE_RENEWALS = 2
 """The same where a roster is a sample: another reading finds the peer again."""
-READ_S, READ_NEXT_S, READ_OWN_S, READ_OTHERS_S, VISITOR_READ_S = 180.0, 127.0, 254.0, 480.0, 120.0
-"""The longest time between two readings of a sample: by a source of its own stage, by which it counts others' work; of
-the next stage, whose newcomers wait for us; of another's own stage; of the rest; and by a visitor.
-"""
 LONGEST_IN_DHT_S = 3600.0
 REFRESHES_PER_RECEIPTS = 2
 """Refreshes between two publications of receipts, and between two readings."""
-LEAST_DIVIDED = 2
-"""The least depth of a stage of which nobody knows all; at a lower one `FOLLOWED` shards are all there are."""
-READINGS_PER_PARENT = 8
-"""Readings of large stages between two that look for peers of a lower depth, where none has been seen."""
-ENDING = 0.2
-"""Where so many peers of a sample say that they have finished, the run ends, and the sample is read often."""
 READS_FOR_NEWCOMERS = 4
 """Readings in the time of one, while a newcomer of the next stage catches up."""
-
-
-def read_next_s(peers: float) -> float:
-    """Return the longest pause between two readings of the next stage, where so many peers share a key.
-
-    Fewer peers read a key that fewer share, so they read it more often: newcomers wait no longer, and the bytes are the
-    same.
-    """
-    return READ_NEXT_S * min(1.0, max(0.5, peers / MOST_IN_SHARD))
 
 
 class Membership:
@@ -127,7 +92,7 @@ class Membership:
     ) -> None:
         self._network, self._run_id, self._unix_time, self._name = network, run_id, unix_time, name
         self._sources_key, self._receipts_key = f"{run_id}/sources", f"{run_id}/receipts"
-        self._given, self._followed = given, shards
+        self._given = given
         self._lifetime_s, self._refresh_s = max(LIFETIME_S, REFRESHES * refresh_s), refresh_s
         self._own: PeerRecord | None = None
         self._publish_s = float("-inf")
@@ -138,16 +103,7 @@ class Membership:
         self._kept_s = 0.0
         """The longest life in the DHT that a record of ours had."""
         self._records = StageRecords(network.peer_id, stages, self._lifetime_s, refresh_s)
-        self._depths = [0] * stages
-        """By which we divide each stage into shards."""
-        self._sizes: list[StageSize | None] = [None] * stages
-        self._read_s = [0.0] * stages
-        """When each stage was read last (loop seconds)."""
-        self._rhythms = [ReadingRhythm() for _ in range(stages)]
-        self._reads_parents = [False] * stages
-        """Whether a stage has peers of a lower depth, as far as we have seen."""
-        self._readings = [0] * stages
-        """Readings of each stage while it had shards."""
+        self._divisions = [StageDivision(network.peer_id, stage, shards) for stage in range(stages)]
         self._progress = RunProgress(network.peer_id)
         self.receipts = self._progress.receipts
         self.issued: IssuedReceipts | None = None
@@ -171,6 +127,11 @@ class Membership:
     @property
     def me(self) -> str:
         return self._network.peer_id
+
+    @property
+    def _stage(self) -> int | None:
+        """The stage that we serve."""
+        return None if self._own is None else self._own.stage
 
     @property
     def roster(self) -> Roster:
@@ -270,17 +231,17 @@ class Membership:
 
     def _is_due_now(self, stage: int) -> bool:
         """Say whether a stage that we watch is to be read: always, unless it is a sample."""
-        return self._sizes[stage] is None or self._rhythms[stage].is_due(self._follow(stage), loop_s())
+        return self._divisions[stage].is_due(self._stage)
 
     async def _read(self, stages: Collection[int], kept: Collection[int]) -> None:
         """Read stages and show the new roster; forget all stages but those that are `kept`."""
-        shards = {stage: self._shards(stage) for stage in stages}
+        shards = {stage: self._divisions[stage].next_reading(self._stage) for stage in stages}
         keys = [shard.key(self._stage_key(stage)) for stage in stages for shard in shards[stage]]
         is_sample = self._roster.is_sample
         if self._progress.is_due(loop_s()) and not is_sample:
             keys.append(self._sources_key)
         # A peer of a later stage counts the samples that pass through it.
-        if (self._own is None or self._own.stage == 0) and self._is_due(self._read_receipts_s) and not is_sample:
+        if self._stage in (None, 0) and self._is_due(self._read_receipts_s) and not is_sample:
             keys.append(self._receipts_key)
         read = dict(zip(keys, await self._network.read_all(keys), strict=True))
         now_s = loop_s()
@@ -290,26 +251,29 @@ class Membership:
             known = [answer for answer in answers if answer is not None]
             found[stage] = newest(known, stage) if known else None
         # Of a parent those alone that stand in no deeper shard: others there are the same for all readers.
-        own = {s: [each for each in shards[s] if each.depth == self._depths[s]] for s in stages}
+        own = {s: [each for each in shards[s] if each.depth == self._divisions[s].depth] for s in stages}
         # The peers under a key that could not be read, or under its parent's, grow no older.
         unread = {
             s: [each for each in own[s] if None in (read[each.key(key)], read.get(each.parent.key(key), ()))]
             for s, key in zip(stages, map(self._stage_key, stages), strict=True)
         }
-        pauses_s = {s: self._rhythms[s].pause_s if self._sizes[s] else 0.0 for s in stages}
+        pauses_s = {s: self._divisions[s].pause_s for s in stages}
         before = {s: self._records.believed[s].keys() for s in stages}
         self._records.take(found, own, now_s, self._unix_time(), unread, pauses_s)
-        for stage, records in found.items():
-            if records is not None:
-                self._read_s[stage] = now_s
-        for stage in range(len(self._sizes)):
+        for stage, division in enumerate(self._divisions):
+            if found.get(stage) is not None:
+                division.read_s = now_s
             if stage in stages or stage not in kept:
-                self._sizes[stage] = None
+                division.size = None
         for stage in stages:
-            self._divide(stage, own[stage])
+            division = self._divisions[stage]
+            depth = division.depth
+            division.divide(own[stage], self._records, self._stage)
+            if stage == self._stage and division.depth != depth:
+                self._publish_s = float("-inf")
             if not unread[stage]:  # else they are due until they could be read
-                gone = before[stage] - self._records.believed[stage].keys()
-                self._note_reading(stage, own[stage], now_s, len(gone) / max(1, len(before[stage])))
+                gone = len(before[stage] - self._records.believed[stage].keys()) / max(1, len(before[stage]))
+                division.note_reading(own[stage], self._records, self._stage, now_s, gone)
         self._records.seldom = [stage for stage, size in enumerate(self._sizes) if size is not None]
         receipts = read.get(self._receipts_key)
         if receipts is not None:
@@ -325,67 +289,6 @@ class Membership:
         self.complete = all(records is not None for key, records in read.items() if key != self._receipts_key)
         self._records.keep_only(kept)
         self._show(now_s)
-
-    def _follow(self, stage: int) -> list[Shard]:
-        """Return the shards of a stage that we follow: half as many where we call nobody, and nobody knows all."""
-        calls = self._own is None or stage - self._own.stage in (0, 1)
-        count = self._followed if calls or self._depths[stage] < LEAST_DIVIDED else max(1, self._followed // 2)
-        return followed(self.me, stage, self._depths[stage], loop_s(), count)
-
-    def _shards(self, stage: int) -> list[Shard]:
-        """Return the shards of a stage to read now: those that we follow, and while depths differ their parents too."""
-        shards = self._follow(stage)
-        if self._depths[stage]:
-            self._readings[stage] += 1
-        if self._depths[stage] and (self._reads_parents[stage] or self._readings[stage] % READINGS_PER_PARENT == 0):
-            shards += dict.fromkeys(shard.parent for shard in shards)
-        return shards
-
-    def _divide(self, stage: int, shards: Sequence[Shard]) -> None:
-        """Estimate the size of a stage by the shards that were read, and divide it by that from now on."""
-        depth, depths = self._depths[stage], self._records.depths(stage)
-        if self._own is not None and self._own.stage == stage:
-            depths[self.me] = depth
-        # Under the key of the whole stage: a few that name a depth shall not keep us from adding up what all did.
-        if not depth and len(depths) <= MOST_IN_SHARD and not (depths and median_low(depths.values())):
-            return
-        counted = [each for peer, each in depths.items() if any(shard.counts(peer, each) for shard in shards)]
-        size = stage_size(counted, len(shards))
-        # No receipts are read from then on: a peer that takes part asks for a shard that is full enough.
-        is_sure = self._own is None or (depth > 0 and len(counted) >= LEAST_IN_SHARD)
-        before, depth = depth, next_depth(counted, size.peers)
-        self._depths[stage] = depth
-        # Only where each record stands for itself: names that say a great depth shall displace nobody.
-        if depth > before and not size.error:
-            shards = self._follow(stage)
-            left = self._records.narrow(stage, shards, LEAST_IN_SHARD)
-            if left:
-                # The error is that of the readings to come.
-                size, is_sure = StageSize(size.peers, stage_size([depth] * left, len(shards)).error), True
-        self._sizes[stage] = size if size.error and is_sure else None
-        if self._own is not None and self._own.stage == stage and depth != before:
-            self._publish_s = float("-inf")
-        self._reads_parents[stage] = any(each < depth for each in depths.values())
-
-    def _note_reading(self, stage: int, shards: Sequence[Shard], now_s: float, gone: float) -> None:
-        """Note that these shards were read, and choose when they are read again if they are a sample."""
-        steady = all(shard.depth == self._depths[stage] for shard in shards)
-        believed = self._records.believed[stage]
-        finished = sum(record.state is PeerState.FINISHED for record in believed.values())
-        is_enough = len(believed) >= LEAST_IN_SHARD and finished < ENDING * len(believed)
-        most_s, first_s = VISITOR_READ_S, CALM_PAUSE_S
-        if self._own is not None:
-            pauses_s = {
-                self._own.stage: READ_OWN_S if stage else READ_S,
-                self._own.stage + 1: read_next_s(len(believed) / max(1, len(shards))),
-            }
-            most_s = pauses_s.get(stage, READ_OTHERS_S)
-            # In other stages nobody is called, so it does not matter there who is gone.
-            gone = gone if stage in pauses_s else 0.0
-            if stage == self._own.stage == 0:
-                first_s = LEAST_PAUSE_S
-        is_steady = steady and is_enough
-        self._rhythms[stage].note(shards, now_s, steady=is_steady, gone=gone, most_s=most_s, first_s=first_s)
 
     async def run(self) -> NoReturn:
         try:
@@ -419,6 +322,10 @@ class Membership:
             return False
         return any(record.state is PeerState.CATCHING_UP for record in self._roster.stages[after])
 
+    @property
+    def _sizes(self) -> tuple[StageSize | None, ...]:
+        return tuple(division.size for division in self._divisions)
+
     def _stage_key(self, number: int) -> str:
         return f"{self._run_id}/stage/{number}"
 
@@ -427,22 +334,22 @@ class Membership:
         unix_s = max(0.0, self._unix_time())
         self._serial = max(self._serial + 1, int(1000 * unix_s))
         named = msgspec.structs.replace(record, name=self._name, given=self._given())
-        depth, lifetime_s = self._depths[record.stage], self._lifetime_s
+        division, lifetime_s = self._divisions[record.stage], self._lifetime_s
         # All who read us see that we have finished, for by that they end; where any stage is a sample, by this alone.
         ends = record.state is PeerState.FINISHED and self._roster.is_sample
-        is_sampled = self._sizes[record.stage] is not None or ends
+        is_sampled = division.size is not None or ends
         if is_sampled:
             # A whole number takes one byte instead of nine.
             lifetime_s = math.ceil(max(lifetime_s, LONGEST_LIFETIME_S if ends else SAMPLE_RENEWALS * RENEWED_S))
             named = brief(named) if is_brief(self.me) else named
         # Nobody needs the moment to a fraction of a second where records come once a minute.
         at = round(unix_s) if is_sampled else unix_s
-        raw = encode_record(Published(self._serial, named, at, lifetime_s, depth))
+        raw = encode_record(Published(self._serial, named, at, lifetime_s, division.depth))
         # Never shorter than before: of two records the DHT keeps the one that expires later.
         behind_s = max(0.0, -(self.skew_s or 0.0))
         kept_s = self._kept_s = min(max(self._kept_s, lifetime_s + CLOCK_ERROR_S + behind_s), LONGEST_IN_DHT_S)
         self._progress.note_own(record, loop_s())
-        keys = [shard.key(self._stage_key(record.stage)) for shard in written(self.me, depth)]
+        keys = [shard.key(self._stage_key(record.stage)) for shard in written(self.me, division.depth)]
         stored: list[Coroutine[Any, Any, bool]] = [self._store(key, raw, kept_s) for key in keys]
         source = None if self._roster.is_sample else self._progress.sources.get(self._network.peer_id)
         if source is not None and (record.state is PeerState.LEAVING or not self._has_told(source.said)):
@@ -487,10 +394,10 @@ class Membership:
         """Make the new roster, and wake the waiting tasks if it differs."""
         before, me = self._roster, self._network.peer_id
         believed, old_since_s = self._records.believed, self._records.old_since_s(now_s)
-        sizes = tuple(self._sizes) if any(self._sizes) else ()
+        sizes = self._sizes if any(self._sizes) else ()
         other_sources = () if sizes else self._progress.other_sources()
         roster = roster_of(me, self._own, believed, self._progress.sources, now_s, old_since_s, other_sources)
-        self._roster = sampled(roster, sizes, tuple(self._read_s)) if sizes else roster
+        self._roster = sampled(roster, sizes, tuple(each.read_s for each in self._divisions)) if sizes else roster
         if msgspec.structs.replace(before, read_at=now_s, stages_read_at=self._roster.stages_read_at) != self._roster:
             self._change.set()
             self._change = asyncio.Event()

@@ -35,10 +35,11 @@ from noloco_node.libp2p.record_checks import place_of
 from noloco_node.libp2p.record_holders import DOUBTED_S
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim import clock
-from noloco_node.swarm import membership, shards
-from noloco_node.swarm.membership import READ_S, Membership
+from noloco_node.swarm import shards, stage_division
+from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.swarm.shards import RENEWED_S
+from noloco_node.swarm.stage_division import READ_S
 from noloco_node.swarm.stage_records import CLOCK_ERROR_S
 from noloco_node.tasks import loop_s
 from tests.explorer.memory_dht import MemoryDht, MemoryPeerNetwork, unix_s, virtual_time_of_day
@@ -144,7 +145,7 @@ def examine_samples(schedule: SampleSchedule) -> SampleResult:
 def small_shards() -> Iterator[None]:
     """Let a stage have shards from 13 replicas on."""
     with ExitStack() as patches:
-        for module in (shards, membership):
+        for module in (shards, stage_division):
             patches.enter_context(patch.object(module, "MOST_IN_SHARD", MOST_IN_SHARD))
             patches.enter_context(patch.object(module, "LEAST_IN_SHARD", LEAST_IN_SHARD))
         yield
@@ -239,7 +240,7 @@ class SampleSwarm:
     def _holders(self, count: int) -> list[str]:
         """Return the nodes nearest to the key of a shard that some member follows."""
         reader = self.rng.choice(list(self.members.values()))
-        shard = self.rng.choice(reader.membership._follow(0))
+        shard = self.rng.choice(reader.membership._divisions[0].follow(0))
         return self.dht.nearest(place_of(shard.key(f"{RUN}/stage/0")), count)
 
     async def _end_all(self, names: Sequence[str]) -> None:
@@ -318,7 +319,7 @@ class SampleChecker:
             await asyncio.sleep(LOOK_S)
             self._check_failures()
             for name, member in self._swarm.members.items():
-                depth = member.membership._depths[0]
+                depth = member.membership._divisions[0].depth
                 if self._divided_s.get(name, (-1, 0.0))[0] != depth:
                     self._divided_s[name] = depth, loop_s()
             if not self._swarm.lasting:
@@ -368,7 +369,8 @@ class SampleChecker:
         found = {
             other
             for other, depth in self._steady().items()
-            if self._swarm.dht.reaches(name, other) and any(shard.holds(other, depth) for shard in own._follow(0))
+            if self._swarm.dht.reaches(name, other)
+            and any(shard.holds(other, depth) for shard in own._divisions[0].follow(0))
         }
         self.counts["checked.missing"] += len(found)
         return found

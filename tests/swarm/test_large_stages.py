@@ -27,17 +27,7 @@ from noloco_node.run.peer_state import Evaluation, PeerState, Wait, WaitCause
 from noloco_node.run.presets import demo_run_text
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
 from noloco_node.sim.network.sim_network import SimNetwork
-from noloco_node.swarm.membership import (
-    READ_NEXT_S,
-    READ_OTHERS_S,
-    READ_OWN_S,
-    READ_S,
-    READINGS_PER_PARENT,
-    Membership,
-    read_next_s,
-    roster_of,
-    sampled,
-)
+from noloco_node.swarm.membership import Membership, roster_of, sampled
 from noloco_node.swarm.receipts import IssuedReceipts, ReceiptLedger, RunProgress
 from noloco_node.swarm.roster import NUMBER_BITS, Given, PeerRecord, Roster, brief
 from noloco_node.swarm.run_distribution import RunFileText
@@ -63,6 +53,15 @@ from noloco_node.swarm.shards import (
     StageSize,
     followed,
     written,
+)
+from noloco_node.swarm.stage_division import (
+    READ_NEXT_S,
+    READ_OTHERS_S,
+    READ_OWN_S,
+    READ_S,
+    READINGS_PER_PARENT,
+    StageDivision,
+    read_next_s,
 )
 from noloco_node.swarm.stage_records import Published, StageRecords, decode_record, encode_record, newest
 from noloco_node.tasks import loop_s
@@ -277,13 +276,16 @@ async def test_a_later_stage_without_work_reads_a_sample_whose_reading_is_not_du
     assert pause_s < loop_s() - begun_s <= pause_s + LEAST_PAUSE_S
 
 
-@given(st.integers(1, 5), st.integers(1, 3))
-async def test_each_stage_is_looked_through_for_peers_of_a_lower_depth(stages: int, depth: int) -> None:
-    """Also where stages are read in turn, and their number divides that of the readings."""
-    membership = Membership(SimNetwork(WEATHER).network("me"), "run", stages)
-    membership._depths = [depth] * stages
-    read = [[len(membership._shards(stage)) > FOLLOWED for stage in range(stages)] for _ in range(READINGS_PER_PARENT)]
-    assert [sum(times) for times in zip(*read, strict=True)] == [1] * stages
+def division(stage: int, depth: int = 0) -> StageDivision:
+    made = StageDivision("me", stage)
+    made.depth = depth
+    return made
+
+
+@given(st.integers(1, 3))
+async def test_a_stage_is_looked_through_for_peers_of_a_lower_depth(depth: int) -> None:
+    divided = division(0, depth)
+    assert sum(len(divided.next_reading(0)) > FOLLOWED for _ in range(READINGS_PER_PARENT)) == 1
 
 
 @given(st.floats(0.0, 200.0))
@@ -295,24 +297,22 @@ def test_a_key_of_fewer_peers_is_read_as_often_in_all(peers: float) -> None:
 
 @given(st.integers(0, 4), st.integers(0, 4), st.integers(0, 6))
 async def test_half_as_many_shards_are_followed_where_nobody_is_called(own: int, stage: int, depth: int) -> None:
-    membership = Membership(SimNetwork(WEATHER, seed=3).network("me"), "run", 5)
-    membership._depths = [depth] * 5
-    assert len(membership._follow(stage)) == min(FOLLOWED, 2**depth), "a newcomer has to choose"
-    membership._own = record("me", own)
+    divided = division(stage, depth)
+    assert len(divided.follow(None)) == min(FOLLOWED, 2**depth), "a newcomer has to choose"
     calls = stage in (own, own + 1)
-    assert len(membership._follow(stage)) == (FOLLOWED // 2 if depth > 1 and not calls else min(FOLLOWED, 2**depth))
+    assert len(divided.follow(own)) == (FOLLOWED // 2 if depth > 1 and not calls else min(FOLLOWED, 2**depth))
 
 
 @given(st.integers(0, 4), st.integers(0, 4), st.floats(0.0, 1.0))
 async def test_a_sample_is_read_as_often_as_our_work_needs(own: int, stage: int, gone: float) -> None:
     """The next stage most often, for its newcomers; whoever is gone matters where we call somebody."""
-    membership = Membership(SimNetwork(WEATHER, seed=3).network("me"), "run", 5)
-    membership._own = record("me", own)
-    membership._records = cast(Any, SimpleNamespace(believed=[dict.fromkeys("abcdefghijklmnopqrst", record("a"))] * 5))
+    divided = division(stage)
+    divided.size = StageSize(20.0, 0.1)
+    records = cast(Any, SimpleNamespace(believed=[dict.fromkeys("abcdefghijklmnopqrst", record("a"))] * 5))
     for number in range(9):
-        membership._note_reading(stage, (), float(number), gone)
+        divided.note_reading((), records, own, float(number), gone)
     calm_s = {own: READ_OWN_S if own else READ_S, own + 1: read_next_s(20)}
-    pause_s = membership._rhythms[stage].pause_s
+    pause_s = divided.pause_s
     if gone <= MANY_GONE / PAUSE_GROWTH or stage not in calm_s:
         assert pause_s == calm_s.get(stage, READ_OTHERS_S)
     elif gone > MANY_GONE:
