@@ -8,104 +8,24 @@ that a final norm registered early is called so.
 A slice is the whole model with every foreign part replaced by one that passes its input through (or adds nothing, for
 position embeddings). Initial weights depend on (seed, module name) alone: the family's own rule initialises each module
 under its own generator, on the CPU on any device.
-
-With a subspace, stages send each other only the first k channels of a token. Every layer below the last boundary adds
-to these channels alone, and only these channels of the embedding are learnt. All other channels hold fixed features of
-the token, which every stage computes from the ids that travel anyway. docs/design/pipeline.md says why nothing is lost.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from hashlib import shake_256
 from itertools import pairwise
-from math import isqrt
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from pipeline.adapters.lora import Adapter
-
-WRITERS = frozenset(
-    {"o_proj", "out_proj", "dense", "wo", "down_proj", "dense_4h_to_h", "c_proj", "fc2", "fc_out", "w2"}
-)
-"""Names of the linear layers that write into the residual stream, in attention and in the feed-forward part."""
-
-
-class Subspace(NamedTuple):
-    """`numbers`: what travels of a token. `seed`: the run's."""
-
-    numbers: int
-    seed: int
-
-
-class TokenFeatures(nn.Module):
-    """The channels of the embedding that are not learnt: [..., width - k] of ids [...]."""
-
-    def __init__(self, config: Any, subspace: Subspace) -> None:
-        super().__init__()
-        self._columns = isqrt(config.vocab_size - 1) + 1
-        channels = config.hidden_size - subspace.numbers
-        for name in ("_first", "_second"):
-            signs = _signs(self._columns, channels, f"{subspace.seed}|fixed features|{name}")
-            self.register_buffer(name, signs, persistent=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        first: Tensor = self._first[ids // self._columns]  # type: ignore[index]
-        return first * self._second[ids % self._columns]  # type: ignore[index]
-
-
-class NarrowEmbedding(nn.Embedding):
-    """An embedding of which the first k channels are learnt, and the others fixed."""
-
-    def __init__(self, whole: nn.Embedding, config: Any, subspace: Subspace) -> None:
-        super().__init__(whole.num_embeddings, subspace.numbers, whole.padding_idx, device="meta")
-        self.fixed = TokenFeatures(config, subspace)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return torch.cat((super().forward(ids), self.fixed(ids)), -1)
-
-
-class NarrowLinear(nn.Linear):
-    """A linear layer that writes into the first k channels alone."""
-
-    def __init__(self, whole: nn.Linear, subspace: Subspace) -> None:
-        super().__init__(whole.in_features, subspace.numbers, whole.bias is not None, device="meta")
-        self._rest = whole.out_features - subspace.numbers
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return functional.pad(super().forward(hidden), (0, self._rest))
-
-
-def constrain(whole: nn.Module, embedding: str, layers: str, config: Any, subspace: Subspace) -> None:
-    """Narrow the embedding of a model without weights, and what writes into the stream in its layers."""
-    table = whole.get_submodule(embedding)
-    assert isinstance(table, nn.Embedding)
-    whole.set_submodule(embedding, NarrowEmbedding(table, config, subspace))
-    for name, part in list(whole.get_submodule(layers).named_modules()):
-        writes = name.rpartition(".")[2] in WRITERS and isinstance(part, nn.Linear)
-        if writes and part.out_features == config.hidden_size:
-            whole.set_submodule(f"{layers}.{name}", NarrowLinear(part, subspace))
-
-
-def widened(weight: Tensor, expected: tuple[int, ...], features: TokenFeatures | None) -> Tensor:
-    """Return a parameter in the `expected` shape of an ordinary checkpoint. `features`: of the embedding."""
-    if weight.shape == expected:
-        return weight
-    if features is not None:
-        return torch.cat((weight, features(torch.arange(len(weight))).to(weight.dtype)), 1)
-    return functional.pad(weight, (0, 0) * (weight.ndim - 1) + (0, expected[0] - len(weight)))
-
-
-def _signs(rows: int, columns: int, name: str) -> Tensor:
-    drawn = bytearray(shake_256(name.encode()).digest(-(-rows * columns // 8)))
-    bits = torch.frombuffer(drawn, dtype=torch.uint8).unsqueeze(1) >> torch.arange(8, dtype=torch.uint8) & 1
-    return bits.flatten()[: rows * columns].view(rows, columns).float().mul_(2.0).sub_(1.0)
+from pipeline.subspace import Subspace, TokenFeatures
 
 
 class NotSliceableError(ValueError):
@@ -317,3 +237,76 @@ def initialise(whole: Any, anatomy: DecoderParts, seed: int, tied_to: nn.Module 
     unfilled = [name for name, weight in whole.named_parameters() if weight.isnan().any()]
     if unfilled:
         raise ValueError(f"{type(whole).__name__} has no rule for the initial weights of {', '.join(unfilled)}")
+
+
+class Slice(nn.Module):
+    """One stage's part of a decoder, under the parameter names of the whole. `head`: that of its vocabulary head.
+
+    `fixed`: what it knows of a token whose activations come in a subspace.
+    """
+
+    def __init__(self, whole: Any, cut: Cut, head: str) -> None:
+        super().__init__()
+        for name, child in whole.named_children():
+            self.add_module(name, child)
+        # In a tuple, so that the model that we call is not registered as a part of us under a second name.
+        self._whole = (whole,)
+        self.cut = cut
+        self.head = head
+        subspace = None if cut.embeds else cut.subspace
+        self.fixed = None if subspace is None else TokenFeatures(whole.config, subspace)
+
+    def compute_layers_again(self) -> None:
+        """Have each layer keep its input alone for the backward pass, and compute itself again there.
+
+        It takes the weights that it was called with, whatever the module holds by then.
+        """
+        (whole,) = self._whole
+        layers = whole.get_submodule(layer_list(whole, int(whole.config.num_hidden_layers)))
+        for layer in list(layers)[self.cut.first_layer : self.cut.end_layer]:
+            _compute_again(layer)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # The whole model is not a part of us; what it holds itself must come along when we are moved.
+        (whole,) = self._whole
+        whole._buffers |= {name: fn(buffer) for name, buffer in whole._buffers.items() if buffer is not None}
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
+
+    def forward(
+        self, hidden: Tensor, tokens: Tensor | None = None, positions: Tensor | None = None, *, logits: bool = True
+    ) -> Tensor:
+        """Map ids [b, s] (int64, an embedding stage) or [b, s, width] to [b, s, width], or to logits at the head.
+
+        `tokens`, `positions`: as in `forward_pass.Known`. Without `logits`: to what the head is given.
+        """
+        (whole,), logits = self._whole, logits and self.cut.head
+        called = whole if logits else whole.base_model
+        # Without a mask, attention ends where positions begin anew.
+        in_rows = {} if positions is None else {"position_ids": positions}
+        if self.cut.embeds:
+            result = called(input_ids=hidden, use_cache=False, **in_rows)
+        else:
+            if self.fixed is not None:
+                hidden = torch.cat((hidden, self.fixed(tokens)), -1)
+            result = called(inputs_embeds=hidden, use_cache=False, **in_rows)
+        output: Tensor = result.logits if logits else result.last_hidden_state
+        subspace = None if self.cut.head else self.cut.subspace
+        return output if subspace is None else output[..., : subspace.numbers]
+
+
+def _compute_again(layer: nn.Module) -> None:
+    once = layer.forward
+
+    def plain(weights: dict[str, Tensor], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        layer.forward = once
+        try:
+            return functional_call(layer, weights, args, named)
+        finally:
+            layer.forward = kept
+
+    def kept(*args: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return once(*args, **named)
+        return checkpoint(plain, dict(layer.named_parameters()), args, named, use_reentrant=False)
+
+    layer.forward = kept

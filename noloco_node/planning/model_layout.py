@@ -17,9 +17,10 @@ from noloco_node.units import format_bytes
 from pipeline import partition
 from pipeline.adapters import frozen_weights
 from pipeline.adapters.lora import Adapter, FrozenSize
-from pipeline.decoder_slice import NotSliceableError, Subspace
+from pipeline.decoder_slice import NotSliceableError
 from pipeline.messages import check_width
 from pipeline.model_config import Prepared, family_config, prepare
+from pipeline.subspace import Subspace
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipeline.adapters.frozen_weights import Form
-    from pipeline.decoder_slice import Cut
-    from pipeline.forward_pass import Slice, StageSettings
+    from pipeline.decoder_slice import Cut, Slice
+    from pipeline.forward_pass import StageSettings
     from pipeline.inner_step import Inner
     from pipeline.stage import Stage
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class DeviceType(NamedTuple):
@@ -83,3 +85,22 @@ DEVICE_TYPES = {
         beside=lambda _: nullcontext(),
     ),
 }
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Say whether an error means that memory ran out: torch, and NVIDIA's libraries, raise a RuntimeError for it."""
+    said = str(error).lower()
+    signs = ("out of memory", "allocate memory", "alloc_failed")
+    return isinstance(error, MemoryError) or any(sign in said for sign in signs)
+
+
+def or_memory_error(function: Callable[[], T]) -> T:
+    """Return what `function` returns, and raise torch's errors of memory as MemoryError."""
+    try:
+        return function()
+    except (RuntimeError, MemoryError) as error:
+        if not is_shortage(error):
+            raise
+        said = " ".join(str(error).split())[:300] or "no memory is left"
+    # Out here the frames of the failure are gone, and the tensors in them.
+    raise MemoryError(said)
