@@ -41,7 +41,7 @@ from torch.nn import functional
 from pipeline import activation_codec
 from pipeline.adapters import frozen_weights
 from pipeline.decoder_slice import Slice, multiplied_weights
-from pipeline.hardware.device_type import DEVICE_TYPES, or_memory_error
+from pipeline.hardware.device_type import DEVICE_TYPES, is_shortage
 from pipeline.hardware.loss_scale import LossScale
 from pipeline.hardware.split_weights import split
 from pipeline.messages import ACTIVATION_CODECS, UNLEARNT, Gradient
@@ -575,3 +575,15 @@ def _chunk_cross_entropy(
 
 def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
+
+
+def or_memory_error(function: Callable[[], T]) -> T:
+    """Return what `function` returns, and raise torch's errors of memory as MemoryError."""
+    try:
+        return function()
+    except (RuntimeError, MemoryError) as error:
+        if not is_shortage(error):
+            raise
+        said = " ".join(str(error).split())[:300] or "no memory is left"
+    # Out here the frames of the failure are gone, and the tensors in them.
+    raise MemoryError(said)

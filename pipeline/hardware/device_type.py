@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-T = TypeVar("T")
 
 
 class DeviceType(NamedTuple):
@@ -92,15 +90,3 @@ def is_shortage(error: BaseException) -> bool:
     said = str(error).lower()
     signs = ("out of memory", "allocate memory", "alloc_failed")
     return isinstance(error, MemoryError) or any(sign in said for sign in signs)
-
-
-def or_memory_error(function: Callable[[], T]) -> T:
-    """Return what `function` returns, and raise torch's errors of memory as MemoryError."""
-    try:
-        return function()
-    except (RuntimeError, MemoryError) as error:
-        if not is_shortage(error):
-            raise
-        said = " ".join(str(error).split())[:300] or "no memory is left"
-    # Out here the frames of the failure are gone, and the tensors in them.
-    raise MemoryError(said)
