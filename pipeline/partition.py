@@ -31,15 +31,18 @@ from pipeline.decoder_slice import (
     DecoderParts,
     NotSliceableError,
     Slice,
+    Subspace,
+    TokenFeatures,
     alone_in_process,
+    constrain,
     find_decoder_parts,
     initialise,
     layers_return_tuples,
     leave_out,
     multiplied_weights,
+    widened,
 )
 from pipeline.model_config import Config, Prepared, longest_sequence, prepare, tiny_config
-from pipeline.subspace import Subspace, TokenFeatures, constrain, widened
 
 _DRAWS = ("normal_", "uniform_", "kaiming_uniform_")  # by which torch's modules draw their first weights
 

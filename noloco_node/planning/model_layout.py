@@ -17,10 +17,9 @@ from noloco_node.units import format_bytes
 from pipeline import partition
 from pipeline.adapters import frozen_weights
 from pipeline.adapters.lora import Adapter, FrozenSize
-from pipeline.decoder_slice import NotSliceableError
+from pipeline.decoder_slice import NotSliceableError, Subspace
 from pipeline.messages import check_width
 from pipeline.model_config import Prepared, family_config, prepare
-from pipeline.subspace import Subspace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

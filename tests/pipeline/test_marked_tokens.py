@@ -37,12 +37,12 @@ from pipeline.activation_codec import (
     learnt,
     positions_in_rows,
 )
+from pipeline.decoder_slice import Subspace
 from pipeline.messages import ACTIVATION_CODECS, FIRST, UNLEARNT, Gradient, Microbatch
 from pipeline.model_config import family_config, prepare
 from pipeline.next_stage import check_gradient
 from pipeline.partition import verify_rows
 from pipeline.stage import Stage
-from pipeline.subspace import Subspace
 
 SEQUENCES, LENGTH = 3, 13
 quick = settings(max_examples=50)

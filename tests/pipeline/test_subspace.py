@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from pipeline.decoder_slice import Subspace, TokenFeatures
 from pipeline.messages import Gradient
 from pipeline.model_config import Prepared, family_config, prepare
 from pipeline.partition import cut, folded, forward_flops, slice_size, verify_subspace
 from pipeline.stage import Stage
-from pipeline.subspace import Subspace, TokenFeatures
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 4, "num_key_value_heads": 4}
 FAMILIES = ("llama", "qwen3", "gpt_neox", "olmo2")

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.decoder_slice import Cut
+from pipeline.decoder_slice import Cut, Subspace
 from pipeline.forward_pass import PendingForward, StageSettings
 from pipeline.inner_step import Inner
 from pipeline.messages import Gradient
 from pipeline.model_config import Prepared, family_config, prepare
 from pipeline.partition import build, cut
 from pipeline.stage import Stage
-from pipeline.subspace import Subspace
 
 CPU = torch.device("cpu")
 INNER = Inner(beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=0.1, clip_norm=1.0)
