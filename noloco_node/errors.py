@@ -19,7 +19,7 @@ class Exit(IntEnum):
     USAGE = 2
     """The command line is wrong."""
     CONFIG = 3
-    """A run file, an invite or a data source is wrong; the message names the field."""
+    """A run file, an invite, an identity or a data source is wrong; the message names the field or the file."""
     UNREACHABLE = 4
     """Nobody could be reached who is needed: no bootstrap peer (the message says which address failed, and why),
     nobody with the weights of a stage, or no hub with the model or the data."""

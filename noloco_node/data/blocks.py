@@ -16,6 +16,7 @@ and networks: `text_source` reads it in a thread.
 from __future__ import annotations
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from noloco_node.data.dataset_documents import RowDocuments, load_rows
+from noloco_node.data.dataset_documents import CHUNK_ROWS, RowDocuments, load_rows
 from noloco_node.data.encoding import Encoder, check_vocabulary, open_encoder
 from noloco_node.data.file_documents import (
     Documents,
@@ -40,11 +41,13 @@ from noloco_node.data.file_documents import (
 )
 from noloco_node.data.row_encoder import RowEncoder, UnfitRowError
 from noloco_node.data.row_forms import data_error
-from noloco_node.errors import UserError, config_error
+from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.run.config import DataConfig, RunConfig
+from noloco_node.terminal import warn
 
 SMALLEST_PIECE_BYTES = 64 * 1024  # of a long file that is cut into several documents
 CHUNK_TOKENS = 2**21  # in a chunk: a hundred source files as bytes, or eight megabytes of prose; 8 MB of memory, or 16
+MOST_UNFIT = 8 * CHUNK_ROWS  # rows of the hub are enough to say that none fits: a whole pass may take weeks
 CHUNK_PARTS = 64  # a chunk that holds a whole pass over the text ends between two of them
 
 
@@ -54,6 +57,10 @@ class _Drawn(NamedTuple):
     place: Place
     tokens: Tensor
     name: str
+
+
+class TooLittleTextError(UserError):
+    """What is held out of a source is less than one block."""
 
 
 class BlockSource(ABC):
@@ -106,11 +113,14 @@ class Blocks(BlockSource):
         *,
         packed: bool = False,
         held_out: bool = True,
+        most_unfit: float = math.inf,
     ) -> None:
         """Cut `documents` into blocks. `owner`: whose order it is (a position is of no use to another).
 
         `packed`: whether rows share sequences. `held_out`: whether validation reads a part of the text, not all of it.
+        `most_unfit`: rows that are left out before any fits; after them the source is given up.
         """
+        self._most_unfit = most_unfit
         self._documents, self._encoder, self._length = documents, encoder, sequence_length
         self._packed, self._held_out = packed, held_out
         self._pending: deque[_Drawn] = deque()
@@ -130,10 +140,11 @@ class Blocks(BlockSource):
             few = f"{subject} has {self._available} tokens, a block has {self._length + 1}"
             if isinstance(self._encoder, RowEncoder):
                 few = "none of the rows that fit is held out" if self._held_out else "it has no row that fits"
-            raise config_error(
+            raise TooLittleTextError(
                 "The data source has too little text for validation.",
                 why="; ".join((few, *self._documents.unread.summary())),
                 hint="a larger data.validation_percent, or more text" if self._held_out else "more text",
+                code=Exit.CONFIG,
             )
         return torch.cat(taken) if taken else torch.empty(0, self._length + 1, dtype=torch.int64)
 
@@ -217,10 +228,12 @@ class Blocks(BlockSource):
                 if epoch == self._first_epoch:  # a row that is read again is counted once
                     self._documents.unread.note(*unfit.noted(document.name))
                 left_out.add(epoch)
+                self._most_unfit -= 1
                 # The first epoch may be the rest of one: a whole one and another without a row are proof.
-                if len(left_out) > 2:
+                if len(left_out) > 2 or self._most_unfit <= 0:
                     raise self._no_row() from unfit
                 continue
+            self._most_unfit = math.inf
             return _Drawn(document.place, tokens, document.name)
         return None
 
@@ -263,7 +276,8 @@ class Blocks(BlockSource):
 class MixedBlocks(BlockSource):
     """Blocks of several sources, of each as many as its share; of what is held out, until all sources are used up.
 
-    The next block comes from the source that is furthest behind its share, so every window has nearly its shares.
+    The next block comes from the source that is furthest behind its share, so every window has nearly its shares. A
+    source of which less than one block is held out has no part in an evaluation, unless that is so of all of them.
     """
 
     def __init__(self, sources: Sequence[Blocks], weights: Sequence[float]) -> None:
@@ -278,7 +292,13 @@ class MixedBlocks(BlockSource):
                 (number for number, ended in enumerate(self._ended) if not ended),
                 key=lambda number: (self._dealt[number] + 1) / self._weights[number],
             )
-            row = self._sources[number].next_batch(1)
+            try:
+                row = self._sources[number].next_batch(1)
+            except TooLittleTextError as error:
+                if len(self._sources) - sum(self._ended) == 1 and not any(self._dealt):
+                    raise
+                row = torch.empty(0)
+                warn(f"source {number + 1} of the mixture is left out of the evaluation: {error.why}")
             self._ended[number] = not len(row)
             if len(row):
                 rows.append(row[0])
@@ -350,8 +370,15 @@ def _open_source(data: DataConfig, sequence_length: int, seed: int, peer: str, p
             why="data.validation_percent is 0",
             hint="text of your own to evaluate on",
         )
-    documents, held_out = _documents(data, order, sequence_length), data.validation_percent < 100
-    return Blocks(documents, encoder, sequence_length, owner, packed=packed, held_out=held_out)
+    return Blocks(
+        _documents(data, order, sequence_length),
+        encoder,
+        sequence_length,
+        owner,
+        packed=packed,
+        held_out=data.validation_percent < 100,
+        most_unfit=MOST_UNFIT if data.source == "hub" else math.inf,
+    )
 
 
 def _documents(data: DataConfig, order: ReadingOrder, sequence_length: int) -> Documents:

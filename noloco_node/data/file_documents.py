@@ -350,7 +350,8 @@ def find_files(path: str, suffixes: tuple[str, ...] = ("",)) -> list[tuple[str, 
             suppress(FileNotFoundError, NotADirectoryError, ValueError),  # the last: a NUL
         ):
             os.listdir(given)
-        of_kind = "" if suffixes == ("",) else f"{' or '.join(suffixes)} "
+        plain_ones = [suffix for suffix in suffixes if suffix.count(".") == 1]  # packed ones would make a long list
+        of_kind = f"{' or '.join(plain_ones)} " if plain_ones else ""
         raise config_error(
             what,
             why=f"it is no file, no directory with {of_kind}files in it, and no glob that matches one",

@@ -24,6 +24,7 @@ from noloco_node.run.config import DataConfig
 
 _BOM = b"\xef\xbb\xbf"
 _BATCH_ROWS = 256
+MOST_LINE_BYTES = 64 * 1024 * 1024  # a line is read whole into memory
 _ROW = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -95,12 +96,15 @@ class JsonShard:
             file.seek(self._offset)
         else:
             for _ in range(self._rows):
-                file.readline()
-        while line := file.readline():
+                _line(file)
+        while line := _line(file):
             self._rows += 1
             self._offset = file.tell() if plain else 0
-            if line.strip():
-                yield self._row(line, f"{self._name}:{self._rows}")
+            where = f"{self._name}:{self._rows}"
+            if len(line) > MOST_LINE_BYTES:
+                yield BadRow(f"is longer than {MOST_LINE_BYTES:,} bytes and is left out", where)
+            elif line.strip():
+                yield self._row(line, where)
 
     def _array(self, file: io.BufferedReader) -> Iterator[Row]:
         try:
@@ -127,6 +131,14 @@ class JsonShard:
         if not isinstance(row, dict):
             return BadRow("is no JSON object and is left out", where)
         return row_of(self._data, row, row, where)
+
+
+def _line(file: io.BufferedReader) -> bytes:
+    """Read a line; of one that is too long return its beginning, which is too long as well."""
+    line = rest = file.readline(MOST_LINE_BYTES + 1)
+    while len(rest) > MOST_LINE_BYTES and not rest.endswith(b"\n"):
+        rest = file.readline(MOST_LINE_BYTES + 1)
+    return line
 
 
 class ParquetShard:

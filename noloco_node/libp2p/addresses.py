@@ -32,6 +32,7 @@ _PLACES = msgspec.msgpack.Decoder(list[str])
 
 _MOST_KNOWN = 32  # peers whose last place a `KnownPeers` remembers
 
+EVERY_INTERFACE = ("0.0.0.0", "::")
 _MEANINGS = {
     "failed to negotiate security protocol": "whoever answers there is no peer: another program, or a proxy in between",
     "connection refused": "connection refused: no program listens there",
@@ -129,6 +130,9 @@ def check_announce(addresses: Sequence[str]) -> None:
         ports = [value for kind, value in parts if kind in ("tcp", "udp")]
         if not ports or "0" in ports:
             raise _not_an_address(text, "an announced address needs the port that others can reach")
+        if parts[0][1] in EVERY_INTERFACE:
+            hint = "announce the address that others dial, or leave --announce out"
+            raise _not_usable(text, "it stands for every interface of a machine, and nobody can dial it", hint)
 
 
 def port_of(text: str) -> int:

@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from noloco_node.admission.ticket_service import Quota
-from noloco_node.errors import storage_error
+from noloco_node.errors import config_error
 from noloco_node.libp2p.addresses import RELAYS_KEY, PeerAddress
 from noloco_node.libp2p.control import Control
 from noloco_node.libp2p.hivemind_compat import CALLER, CallRules, DaemonClient, DhtNode, HivemindParts, PeerId
@@ -221,7 +221,7 @@ class DhtRecords:
         if self._signer is None:
             self._signer = read_signer(self._identity)
         if self._signer is None:
-            raise storage_error(
+            raise config_error(
                 "The records of this peer cannot be signed.",
                 why=f"the key in {self._identity} is not an Ed25519 key",
                 hint="move the file away to become a new peer; the weights in the home directory stay",

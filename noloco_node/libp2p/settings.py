@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.ticket import ID_HEADER, KEY_HEADER, identity_errors
-from noloco_node.errors import storage_error
+from noloco_node.errors import config_error
 from noloco_node.network.timeouts import PeerLiveness, TimeoutBounds
 from noloco_node.network.wire import WIRE_VERSION
 from noloco_node.storage import atomic_file
@@ -150,7 +150,7 @@ def peer_bytes(path: Path) -> bytes | None:
 def _check(path: Path) -> None:
     key = path.read_bytes()
     if len(key) < 36 or key[:1] != b"\x08" or (key.startswith(KEY_HEADER) and len(key) != 68):
-        raise storage_error(
+        raise config_error(
             "The identity of this peer is damaged.",
             why=f"{path} holds {len(key)} bytes that are no libp2p private key",
             hint="restore it from a backup, or delete it to become a new peer",

@@ -358,4 +358,6 @@ def decoded(raw: bytes, kind: type[T], most_bytes: int) -> T | None:
 def _has_usable(found: object) -> bool:
     if isinstance(found, msgspec.Struct):
         return all(_has_usable(getattr(found, name)) for name in found.__struct_fields__)
+    if isinstance(found, tuple):
+        return all(map(_has_usable, found))
     return not isinstance(found, float) or is_usable(found)

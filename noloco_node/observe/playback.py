@@ -179,6 +179,9 @@ class Recording:
                 "There is nothing to play.", "no event in these journals is legible", "give the home of a node"
             )
         self.begun, self.ended = self._events[0][0], self._events[-1][0]
+        told = [event for _, _, event in self._events]
+        self._stages = {event.stage for event in told if isinstance(event, events.Started)}
+        self._stages |= {event.target for event in told if isinstance(event, events.Moved)}
         self._rewind()
 
     def _rewind(self) -> None:
@@ -196,7 +199,15 @@ class Recording:
             self._fold(self._now + step)
             self._observer.view(self._now)
         self._fold(now)
-        return self._observer.view(now)
+        return self._without_guess(self._observer.view(now))
+
+    def _without_guess(self, view: SwarmView) -> SwarmView:
+        """Of a stage whose journals are elsewhere nobody can say here that it was empty."""
+        untold = [str(stage.stage) for stage in view.stages if stage.stage not in self._stages]
+        if not untold or view.left_s == 0.0:
+            return view
+        sentence = f"No journal of stage {', '.join(untold)} is here, so what held the swarm back is not known."
+        return msgspec.structs.replace(view, bottleneck=sentence, limit=None)
 
     def _fold(self, now: float) -> None:
         while self._next < len(self._events) and self._events[self._next][0] <= now:

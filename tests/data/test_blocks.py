@@ -373,6 +373,13 @@ def bpe(directory: Path) -> Path:
     return directory / "bpe"
 
 
+def test_a_directory_without_rows_is_told_in_a_line(tmp_path: Path) -> None:
+    data = DataConfig(source="json", path=str(tmp_path))
+    with pytest.raises(UserError, match="There is no data at") as caught:
+        open_blocks(data, 16, 0, "p")
+    assert "no directory with .jsonl or .json or .ndjson files in it" in caught.value.why
+
+
 def test_text_that_may_not_be_read_is_not_said_to_be_missing(tmp_path: Path) -> None:
     around = tmp_path / "around"
     around.symlink_to(around)  # the system refuses it, also to root

@@ -112,6 +112,24 @@ def test_what_is_held_out_ends_with_the_last_source(places: list[str]) -> None:
     }
 
 
+@settings(max_examples=20)
+@given(bare=st.lists(st.booleans(), min_size=2, max_size=3))
+def test_a_source_without_held_out_text_ends_no_evaluation(
+    tmp_path_factory: pytest.TempPathFactory, places: list[str], bare: list[bool]
+) -> None:
+    tiny = tmp_path_factory.mktemp("tiny") / "tiny.jsonl"
+    tiny.write_text(json.dumps({"text": "x"}))
+    chosen = [str(tiny) if is_bare else place for is_bare, place in zip(bare, places, strict=False)]
+    data = mixed(chosen, 1.0, 2.0, 0.5, held_out=20.0)
+    evaluated = open_blocks(data, LENGTH, 0, "", "validation")
+    if all(bare):
+        with pytest.raises(UserError, match="too little text for validation"):
+            evaluated.next_batch(1)
+    else:
+        found = letters_of(torch.cat(list(evaluated.batches(4))))
+        assert set(found) == {letter for letter, is_bare in zip(LETTERS, bare, strict=False) if not is_bare}
+
+
 def test_a_person_names_all_places_or_one(places: list[str], tmp_path: Path) -> None:
     data = mixed(places, 3.0, 1.0)
     named = data.with_source(f"{places[2]}+stdlib")

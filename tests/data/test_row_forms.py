@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections import Counter
 from itertools import groupby, islice, pairwise
@@ -22,7 +23,7 @@ from tokenizers import decoders
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from noloco_node.data import dataset_documents
+from noloco_node.data import dataset_documents, local_rows
 from noloco_node.data.blocks import Blocks, open_blocks
 from noloco_node.data.encoding import CHATML, open_tokenizer
 from noloco_node.data.local_rows import JsonShard, ParquetShard
@@ -298,6 +299,32 @@ def test_a_row_of_any_depth_ends_nothing(tmp_path: Path, depth: int) -> None:
     assert isinstance(second, GoodRow | BadRow)
 
 
+@drawn(
+    lengths=st.lists(st.integers(1, 120), min_size=1, max_size=12),
+    packed=st.booleans(),
+    read=st.integers(0, 12),
+    ended=st.booleans(),
+)
+def test_a_line_that_is_too_long_is_left_out_and_never_held_whole(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], packed: bool, read: int, ended: bool
+) -> None:
+    path = tmp_path_factory.mktemp("long") / ("rows.jsonl.gz" if packed else "rows.jsonl")
+    lines = [json.dumps({"text": "x" * length}) for length in lengths]
+    content = ("\n".join(lines) + "\n" * ended).encode()
+    path.write_bytes(gzip.compress(content) if packed else content)
+    most, data = 64, DataConfig(source="json", path=str(path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_rows, "MOST_LINE_BYTES", most)
+        first, rest = JsonShard("rows", path, data), JsonShard("rows", path, data)
+        found = list(islice(first, read))
+        rest.load_state_dict(first.state_dict())
+        found += rest
+    for number, (row, line) in enumerate(zip(found, lines, strict=True), 1):
+        is_long = len(line) + (ended or number < len(lines)) > most
+        assert isinstance(row, BadRow) == is_long
+        assert row.where == f"rows:{number}"
+
+
 def test_a_row_of_a_table_that_python_cannot_hold_is_left_out_alone(tmp_path: Path) -> None:
     message = pyarrow.struct({"role": pyarrow.string(), "content": pyarrow.string(), "at": pyarrow.timestamp("us")})
     rows = [[ANSWER | {"at": at}] for at in (0, 2**62, 1)]
@@ -417,6 +444,25 @@ def test_where_no_row_fits_a_sequence_that_is_said(files: Path, part: Any) -> No
         list(islice(open_blocks(data, 4, 0, "p", part).batches(1), 1))
     assert caught.value.code is (Exit.DATA if part == "train" else Exit.CONFIG)
     assert "longer than a sequence of 4 tokens" in caught.value.why
+
+
+@pytest.mark.parametrize("first_that_fits", [29, 30])
+def test_of_the_hub_a_part_says_that_no_row_fits(monkeypatch: pytest.MonkeyPatch, first_that_fits: int) -> None:
+    """A whole pass over a data set of the hub may take weeks."""
+    rows = [{"prompt": "x" * 99, "completion": "y"}] * first_that_fits + [{"prompt": "x", "completion": "y"}] * 99
+    stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
+    monkeypatch.setattr("noloco_node.data.blocks.load_rows", lambda data: stream)
+    monkeypatch.setattr("noloco_node.data.blocks.MOST_UNFIT", 30)
+    data = DataConfig(
+        source="hub", path="some/rows", commit="0" * 40, form="prompt", validation_percent=0.0, shuffle=False
+    )
+    blocks = open_blocks(data, LENGTH, 0, "p")
+    if first_that_fits < 30:
+        assert len(blocks.next_batch(100)) == 100
+    else:
+        with pytest.raises(UserError, match="No row of the data fits") as caught:
+            blocks.next_batch(1)
+        assert caught.value.code is Exit.DATA
 
 
 def test_where_no_row_fits_the_form_that_is_said(files: Path) -> None:

@@ -237,7 +237,7 @@ def test_a_key_of_another_kind_cannot_sign(tmp_path: Path) -> None:
     records = DhtRecords(None, tmp_path / "identity", RunSecret("run"), NetworkSettings(run="run"))  # type: ignore[arg-type] # it is refused before it asks
     with pytest.raises(UserError, match="cannot be signed") as trouble:
         asyncio.run(records.publish(KEY, "me", b"x", 30.0))
-    assert trouble.value.code is Exit.STORAGE
+    assert trouble.value.code is Exit.CONFIG
 
 
 @pytest.mark.network

@@ -458,7 +458,7 @@ def test_an_identity_survives_and_a_damaged_one_is_refused(tmp_path: Path) -> No
     run(name())
     assert names[0] == names[1]
     (tmp_path / "identity").write_bytes(b"\x08\x01\x12\x40 short")
-    assert trouble_of(identity=tmp_path / "identity").code is Exit.STORAGE
+    assert trouble_of(identity=tmp_path / "identity").code is Exit.CONFIG  # no other start would end otherwise
     assert trouble_of(identity=tmp_path / "absent" / "identity").code is Exit.STORAGE
 
 

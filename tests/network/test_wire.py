@@ -328,6 +328,30 @@ def test_any_header_is_refused_or_exactly_right(header: Any, body_bytes: int) ->
         feed(frame_of(header, body_bytes=body_bytes))
 
 
+class Nested(msgspec.Struct, array_like=True):
+    number: float = 0.0
+    numbers: tuple[float, ...] = ()
+    more: tuple[Nested, ...] = ()
+
+
+NUMBERS = st.sampled_from([0.0, 1.0, -3.5, 1e-320, float("inf"), float("nan")])
+
+
+@given(
+    st.recursive(
+        st.builds(Nested, NUMBERS, st.lists(NUMBERS, max_size=2).map(tuple)),
+        lambda inner: st.builds(Nested, NUMBERS, more=st.lists(inner, max_size=2).map(tuple)),
+        max_leaves=5,
+    )
+)
+def test_a_number_that_is_of_no_use_is_found_at_any_depth(value: Nested) -> None:
+    def numbers(each: Nested) -> list[float]:
+        return [each.number, *each.numbers, *(number for inner in each.more for number in numbers(inner))]
+
+    found = wire.decoded(msgspec.msgpack.encode(value), Nested, 10_000)
+    assert (found is None) == (not all(map(wire.is_usable, numbers(value))))
+
+
 def test_the_format_needs_no_torch_until_a_tensor_comes() -> None:
     program = (
         "import sys; from noloco_node.network.schema import *; from noloco_node.network.wire import *\n"

@@ -342,6 +342,13 @@ def test_a_recording_goes_forward_and_back_and_is_the_same_again() -> None:
     assert recording.at(0.0).at == BEGUN
 
 
+def test_of_a_stage_whose_journals_are_elsewhere_nobody_says_that_it_was_empty() -> None:
+    recording = Recording({"home0": journals()["home0"]}, "a run", decode_run(RUN.text, "a test"))
+    view = recording.at(BEGUN + 30)
+    assert view.bottleneck.startswith("No journal of stage 1 is here")
+    assert view.limit is None
+
+
 def test_who_comes_back_after_a_silence_is_there_again() -> None:
     found = journals()
     again = BEGUN + 90

@@ -168,6 +168,13 @@ def test_addresses_to_announce_need_a_port() -> None:
             check_announce([text])
 
 
+def test_every_interface_is_no_address_to_announce() -> None:
+    for text in ("/ip4/0.0.0.0/tcp/4001", "/ip6/::/udp/4001/quic-v1", "/ip6/0:0:0:0:0:0:0:0/tcp/4001"):
+        with pytest.raises(UserError, match="cannot be used") as trouble:
+            check_announce([text])
+        assert "nobody can dial it" in trouble.value.why
+
+
 def test_addresses_to_listen_on_are_checked() -> None:
     check_listen(["/ip4/127.0.0.1/tcp/0", "/ip4/127.0.0.1/udp/0/quic-v1"])
     for text in ("/ip4/127.0.0.1", "/dns4/example.org/tcp/4001", "127.0.0.1:4001", ""):
