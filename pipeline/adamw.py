@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeline.forward_pass import is_shortage
+from pipeline.hardware.device_type import is_shortage
 from pipeline.hardware.moments_beside import Codes, MomentsBeside, main_memory
 from pipeline.hardware.split_weights import join, split
 from pipeline.inner_step import (

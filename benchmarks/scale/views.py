@@ -9,7 +9,7 @@ somebody is asked again (`gossip.rounds.matching`). Nothing else is there: no tr
 one of them is simulated. Peers publish and read samples as often as production does (`noloco_node.swarm.membership`),
 each at its own moment, and open a round every 60 s. An answer takes 0.2 s, a dead peer 5 s, a meeting 10 s. A tenth of
 the records are of Sybils that refuse every proposal. A dead peer is believed as long as production believes it; who has
-asked it leaves it out (`noloco_node.node.partners`).
+asked it leaves it out (`noloco_node.swarm.partners`).
 `--churn`: percent of the peers that die a minute; as many newcomers come. The first 5 minutes do not count.
 
 `met`: share of the rounds of living peers that met. `dead`, `sybils`: share of a roster. `knows_s`, `works_s`: the time

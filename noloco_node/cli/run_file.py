@@ -241,17 +241,7 @@ def write_run(
         from noloco_node.export.continue_run import continuing_text
 
         text = continuing_text(origin, preset, adapter)
-    expected = ""
-    if options.are_given:
-        from noloco_node.planning import expectation
-        from noloco_node.planning.search import plan_for, plan_in_any_form
-
-        before, machines = decode_run(text, f"the preset {preset}"), options.machines()
-        planned = plan_in_any_form(before, machines) if any_base else plan_for(before, machines)
-        planned = planned._replace(run=expectation.with_evaluations(planned.run))
-        text = with_values(text, expectation.planned_values(planned.run), options.in_words())
-        expected = "\n".join(["\n", *expectation.describe_expectation(planned, machines)])
-        expected = "\n".join(["", *expectation.describe_changes(planned, before, machines)]).rstrip("\n") + expected
+    text, expected = _planned(text, preset, options, any_base=any_base)
     advice = f"Read {path}, change what you like, then:  {shlex.join(('noloco-node', 'check', str(path)))}"
     if origin is not None:
         from noloco_node.export.frozen_files import with_frozen_files
@@ -269,6 +259,21 @@ def write_run(
     save_key(path, key)
     owner = f"Wrote {key_file(path)}, the key of this run's owner, for nobody else."
     return f"Wrote {path}.\n{owner}\n{advice}{expected}"
+
+
+def _planned(text: str, preset: str, options: MachineOptions, *, any_base: bool) -> tuple[str, str]:
+    """Return the text of a run for these machines, and what to expect of it; the same text and nothing for none."""
+    if not options.are_given:
+        return text, ""
+    from noloco_node.planning import expectation
+    from noloco_node.planning.search import plan_for, plan_in_any_form
+
+    run, machines = decode_run(text, f"the preset {preset}"), options.machines()
+    planned = plan_in_any_form(run, machines) if any_base else plan_for(run, machines)
+    planned = planned._replace(run=expectation.with_evaluations(planned.run))
+    changes = "\n".join(["", *expectation.describe_changes(planned, run, machines)]).rstrip("\n")
+    expected = "\n".join(["\n", *expectation.describe_expectation(planned, machines)])
+    return with_values(text, expectation.planned_values(planned.run), options.in_words()), changes + expected
 
 
 def check(

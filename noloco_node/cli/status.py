@@ -33,6 +33,8 @@ from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.tasks import background
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from noloco_node.web.places import PagePlace
     from noloco_node.web.server import Page
 
@@ -94,32 +96,14 @@ def picture(recipe: RunFileText, roster: Roster, late: Mapping[str, float] = Map
 
     `late`: seconds since the last news of peers that may be dead.
     """
-    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     view = _view(recipe, roster)
-    # Names and figures fit eighty columns; words follow on lines of their own.
-    table = Table(
-        title=f"{recipe.run.name} ({recipe.digest[:12]}), {view.progress:.1%} of the token budget",
-        caption="ms: device time of a microbatch",
-        box=SIMPLE_HEAD,
-        padding=0,
-    )
-    for heading in ("stage", "peer", "state"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("step", "round", "progress", "loss", "gap", "tokens/s", "ms"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for number, records in enumerate(roster.stages):
-        table.add_section()
-        if roster.is_sample:
-            table.add_row(str(number), f"{len(records)} of {roster.size(number)}")
-        for record in sorted(records, key=lambda record: record.peer):
-            table.add_row(str(number), *_row(record))
-        if not records:
-            table.add_row(str(number), "[bold red]nobody[/]")
     text = io.StringIO()
     console = Console(file=text, width=max(80, shutil.get_terminal_size().columns))
-    console.print(table)
+    # Names and figures fit eighty columns; words follow on lines of their own.
+    title = f"{recipe.run.name} ({recipe.digest[:12]}), {view.progress:.1%} of the token budget"
+    console.print(_peer_table(title, roster))
     console.print(f"{view.tokens_per_s:,.0f} tokens/s, {time_left(view)}. {_said(view.bottleneck)}", highlight=False)
     peers = sorted((record for stage in roster.stages for record in stage), key=lambda record: record.peer)
     silent = [(each.peer, f"for {late[each.peer]:.0f} s: it may be dead") for each in peers if each.peer in late]
@@ -146,6 +130,26 @@ def picture(recipe: RunFileText, roster: Roster, late: Mapping[str, float] = Map
                 grid.add_row(f" {_said(short(peer))}", _said(words))
             console.print(title, grid)
     return text.getvalue()
+
+
+def _peer_table(title: str, roster: Roster) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, caption="ms: device time of a microbatch", box=SIMPLE_HEAD, padding=0)
+    for heading in ("stage", "peer", "state"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("step", "round", "progress", "loss", "gap", "tokens/s", "ms"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for number, records in enumerate(roster.stages):
+        table.add_section()
+        if roster.is_sample:
+            table.add_row(str(number), f"{len(records)} of {roster.size(number)}")
+        for record in sorted(records, key=lambda record: record.peer):
+            table.add_row(str(number), *_row(record))
+        if not records:
+            table.add_row(str(number), "[bold red]nobody[/]")
+    return table
 
 
 def _row(record: PeerRecord) -> tuple[str, ...]:

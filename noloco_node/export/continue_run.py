@@ -23,7 +23,7 @@ from noloco_node.run.config import (
     SourceConfig,
 )
 from noloco_node.run.fields import toml
-from noloco_node.run.presets import numbers_of, with_fields, written
+from noloco_node.run.presets import Preset, numbers_of, with_fields, written
 from noloco_node.storage.home import typed
 from noloco_node.storage.weight_store import LARGEST_FILE_BYTES, described
 from noloco_node.terminal import say
@@ -70,19 +70,7 @@ def continuing_text(directory: Path, preset: str, adapter: AdapterConfig = NO_AD
         stages, length = before.pipeline.stages, before.pipeline.sequence_length
     if before is None or not before.data.has_byte_tokenizer:
         own_tokenizer = _tokenizer_files(directory, config.vocab_size)
-    if adapter.is_trained:
-        stages = 1
-    slower = 1 if adapter.is_trained else 10
-    numbers = given | {
-        "about": "going on from a finished model",
-        "stages": stages,
-        "microbatches_per_step": max(
-            2 * stages,
-            min(given["microbatches_per_step"], _SEQUENCES // (given["replicas"] * given["microbatch_size"])),
-        ),
-        "sequence_length": length,
-        "learning_rate": f"{float(given['learning_rate']) / slower:g}",
-    }
+    numbers = _numbers(given, 1 if adapter.is_trained else stages, length, slower=1 if adapter.is_trained else 10)
     try:
         sizes = "\n".join(f"{name} = {toml(value)}" for name, value in sizes_of(config).items())
     except TypeError as error:
@@ -110,6 +98,18 @@ def continuing_text(directory: Path, preset: str, adapter: AdapterConfig = NO_AD
         say(f"text: as the run of this model had it: {before.data.text_name}")
     _check(text, files)
     return text
+
+
+def _numbers(given: Preset, stages: int, length: int, *, slower: float) -> Preset:
+    """Return a preset's numbers for another cut, shorter sequences and a small batch, learning so many times slower."""
+    window = min(given["microbatches_per_step"], _SEQUENCES // (given["replicas"] * given["microbatch_size"]))
+    return given | {
+        "about": "going on from a finished model",
+        "stages": stages,
+        "microbatches_per_step": max(2 * stages, window),
+        "sequence_length": length,
+        "learning_rate": f"{float(given['learning_rate']) / slower:g}",
+    }
 
 
 def _data_of(before: RunConfig | None) -> dict[str, object]:

@@ -32,8 +32,7 @@ import torch
 from noloco_node.errors import Exit, UserError, usage_error
 from noloco_node.machine.interface import DeviceLost, Runner, check_device_name
 from noloco_node.run.config import MOST_SLOWDOWN
-from pipeline.forward_pass import is_shortage
-from pipeline.hardware.device_type import DEVICE_TYPES
+from pipeline.hardware.device_type import DEVICE_TYPES, is_shortage
 
 T = TypeVar("T")
 NVML = "libnvidia-ml.so.1"

@@ -47,7 +47,7 @@ from noloco_node.storage.weight_store import PIECE_BYTES, WeightStore
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.units import format_bytes
 from pipeline.adamw import magnitudes
-from pipeline.forward_pass import is_shortage
+from pipeline.hardware.device_type import is_shortage
 from pipeline.inner_step import moment_ratio
 
 LOOKS, LOOK_S = 6, 5.0  # how often, and at which pauses, a newcomer of a run that was begun looks for peers that return

@@ -31,6 +31,7 @@ from noloco_node.node.health import HealthMonitor
 from noloco_node.node.join import Start, join
 from noloco_node.node.node_context import NodeContext, NodeOptions, StageRequest
 from noloco_node.node.replica import Replica
+from noloco_node.node.stage_server import violations_journalled
 from noloco_node.node.stage_work import StageWork
 from noloco_node.run.peer_state import PeerState
 from noloco_node.state_sync import weight_exchange
@@ -135,7 +136,7 @@ class Node:
         health = supervised("the watch over this node", self._services.health.run, context.warn)
         async with background(context.membership.run()), background(health):
             await network.serve(run_distribution.TOPIC, run_distribution.SCHEMA, context.run_file.serve)
-            answer = assignments.violations_journalled(record, speed_test.TOPIC, speed_test.SpeedTestService().answer)
+            answer = violations_journalled(record, speed_test.TOPIC, speed_test.SpeedTestService().answer)
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, answer)
             await self._serve_checkpoint()
             record(events.StateChanged(state=PeerState.JOINING))

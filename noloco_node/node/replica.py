@@ -32,12 +32,12 @@ from noloco_node.network.timeouts import ANSWERS, AdaptiveTimeout
 from noloco_node.network.wire import is_usable
 from noloco_node.node.microbatches import MicrobatchClient, MicrobatchServer, SendTurns
 from noloco_node.node.node_context import NodeContext, NodeOptions
-from noloco_node.node.partners import Partners
 from noloco_node.run.config import RunConfig
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.run.protocols import GOSSIP, gossip_schema, topic
 from noloco_node.state_sync.starting_state import StartingState, StartingWeights
 from noloco_node.storage.checkpoint import Checkpoint, Counters, EvaluatedCounters
+from noloco_node.swarm.partners import Partners
 from noloco_node.swarm.receipts import MOST_BROUGHT
 from noloco_node.swarm.roster import PeerRecord, speed
 from noloco_node.tasks import loop_s

@@ -22,14 +22,14 @@ from pipeline.messages import check_width
 from pipeline.model_config import Prepared, family_config, prepare
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
     from torch import Tensor
 
     from pipeline.adapters.frozen_weights import Form
-    from pipeline.decoder_slice import Cut
-    from pipeline.forward_pass import Slice, StageSettings
+    from pipeline.decoder_slice import Cut, Slice
+    from pipeline.forward_pass import StageSettings
     from pipeline.inner_step import Inner
     from pipeline.stage import Stage
 
@@ -275,23 +275,32 @@ def hub_directory(model: ModelConfig) -> Path | None:
         return None
     from huggingface_hub import snapshot_download
 
+    patterns = list(WEIGHT_PATTERNS)
+    found = _answer_of(partial(snapshot_download, model.hub, revision=model.commit, allow_patterns=patterns))
+    if not isinstance(found, Exception):
+        return Path(found)
+    if is_full_disk(found):
+        raise storage_error(
+            f"The model {model.hub} cannot be kept on this disk.",
+            why=reason_of(found),
+            hint="free some space, or set HF_HOME to a directory with more of it; what has come is kept",
+        ) from found
+    raise UserError(
+        f"The model {model.hub} cannot be fetched from the hub.",
+        why=" ".join(str(found).split())[:300] or type(found).__name__,
+        hint="check the network and the rights to this model; what has come is kept",
+        code=Exit.UNREACHABLE,
+    ) from found
+
+
+def _answer_of(ask: Callable[[], Any]) -> Any:
+    """Return what the hub answers, or the error that one of the packages behind its library raised; no MemoryError."""
     try:
-        return Path(snapshot_download(model.hub, revision=model.commit, allow_patterns=list(WEIGHT_PATTERNS)))
+        return ask()
     except MemoryError:
         raise
-    except Exception as error:  # of several packages behind the hub's library
-        if is_full_disk(error):
-            raise storage_error(
-                f"The model {model.hub} cannot be kept on this disk.",
-                why=reason_of(error),
-                hint="free some space, or set HF_HOME to a directory with more of it; what has come is kept",
-            ) from error
-        raise UserError(
-            f"The model {model.hub} cannot be fetched from the hub.",
-            why=" ".join(str(error).split())[:300] or type(error).__name__,
-            hint="check the network and the rights to this model; what has come is kept",
-            code=Exit.UNREACHABLE,
-        ) from error
+    except Exception as error:
+        return error
 
 
 def check_hub_weights(model: ModelConfig, layout: ModelLayout) -> None:
@@ -303,14 +312,12 @@ def check_hub_weights(model: ModelConfig, layout: ModelLayout) -> None:
 
     from noloco_node.planning.checkpoint_map import check_tensors, unfit
 
-    try:
-        files = get_safetensors_metadata(model.hub, revision=model.commit).files_metadata.values()
-    except (NotASafetensorsRepoError, SafetensorsParsingError, ValueError) as error:
-        raise unfit(model.hub, error) from error
-    except MemoryError:
-        raise
-    except Exception:  # of several packages behind the hub's library
+    told = _answer_of(partial(get_safetensors_metadata, model.hub, revision=model.commit))
+    if isinstance(told, (NotASafetensorsRepoError, SafetensorsParsingError, ValueError)):
+        raise unfit(model.hub, told) from told
+    if isinstance(told, Exception):
         return  # what is there already needs no network
+    files = told.files_metadata.values()
     found = {name: (tensor.dtype, tensor.shape) for file in files for name, tensor in file.tensors.items()}
     try:
         check_tensors(layout.prepared, layout.checkpoint, found)
@@ -324,12 +331,10 @@ def check_download(model: ModelConfig, most_bytes: int | None) -> None:
         return
     from huggingface_hub import HfApi, constants
 
-    try:
-        files = HfApi().model_info(model.hub, revision=model.commit, files_metadata=True).siblings or []
-    except MemoryError:
-        raise
-    except Exception:  # of several packages behind the hub's library
+    told = _answer_of(partial(HfApi().model_info, model.hub, revision=model.commit, files_metadata=True))
+    if isinstance(told, Exception):
         return  # what is there already needs no network; whatever else is wrong, fetching it says better
+    files = told.siblings or []
     size = sum(file.size or 0 for file in files if any(fnmatch(file.rfilename, each) for each in WEIGHT_PATTERNS))
     cache = Path(constants.HF_HUB_CACHE)
     place = next(path for path in (cache, *cache.parents) if path.exists())

@@ -36,9 +36,9 @@ _NO_OWNER, _OPEN = '# owner = "64 hexadecimal digits"', 'rule = "open"'
 """As the template has them."""
 
 
-def run_text(preset: str, *, name: str | None = None, seed: int = 0) -> str:
+def run_text(preset: str) -> str:
     """Return the text of a run file, every field of it explained by a comment; raise `UserError` for another preset."""
-    return written(numbers_of(preset), name or preset, seed)
+    return written(numbers_of(preset), preset, 0)
 
 
 def with_owner(text: str, owner: str, rule: str) -> str:

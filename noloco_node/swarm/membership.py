@@ -46,7 +46,7 @@ from noloco_node.swarm.receipts import (
     SourceRecord,
 )
 from noloco_node.swarm.roster import Given, PeerRecord, Roster, SourceProgress, brief
-from noloco_node.swarm.shards import FOLLOWED, RENEWED_S, StageSize, is_brief, written
+from noloco_node.swarm.shards import FOLLOWED, RENEWED_S, Shard, StageSize, is_brief, written
 from noloco_node.swarm.stage_division import StageDivision
 from noloco_node.swarm.stage_records import (
     CLOCK_ERROR_S,
@@ -245,36 +245,7 @@ class Membership:
             keys.append(self._receipts_key)
         read = dict(zip(keys, await self._network.read_all(keys), strict=True))
         now_s = loop_s()
-        found: dict[int, Mapping[str, bytes] | None] = {}
-        for stage in stages:
-            answers = [read[shard.key(self._stage_key(stage))] for shard in shards[stage]]
-            known = [answer for answer in answers if answer is not None]
-            found[stage] = newest(known, stage) if known else None
-        # Of a parent those alone that stand in no deeper shard: others there are the same for all readers.
-        own = {s: [each for each in shards[s] if each.depth == self._divisions[s].depth] for s in stages}
-        # The peers under a key that could not be read, or under its parent's, grow no older.
-        unread = {
-            s: [each for each in own[s] if None in (read[each.key(key)], read.get(each.parent.key(key), ()))]
-            for s, key in zip(stages, map(self._stage_key, stages), strict=True)
-        }
-        pauses_s = {s: self._divisions[s].pause_s for s in stages}
-        before = {s: self._records.believed[s].keys() for s in stages}
-        self._records.take(found, own, now_s, self._unix_time(), unread, pauses_s)
-        for stage, division in enumerate(self._divisions):
-            if found.get(stage) is not None:
-                division.read_s = now_s
-            if stage in stages or stage not in kept:
-                division.size = None
-        for stage in stages:
-            division = self._divisions[stage]
-            depth = division.depth
-            division.divide(own[stage], self._records, self._stage)
-            if stage == self._stage and division.depth != depth:
-                self._publish_s = float("-inf")
-            if not unread[stage]:  # else they are due until they could be read
-                gone = len(before[stage] - self._records.believed[stage].keys()) / max(1, len(before[stage]))
-                division.note_reading(own[stage], self._records, self._stage, now_s, gone)
-        self._records.seldom = [stage for stage, size in enumerate(self._sizes) if size is not None]
+        found = self._take_stages(shards, kept, read, now_s)
         receipts = read.get(self._receipts_key)
         if receipts is not None:
             self._read_receipts_s = now_s
@@ -289,6 +260,46 @@ class Membership:
         self.complete = all(records is not None for key, records in read.items() if key != self._receipts_key)
         self._records.keep_only(kept)
         self._show(now_s)
+
+    def _take_stages(
+        self,
+        shards: Mapping[int, Sequence[Shard]],
+        kept: Collection[int],
+        read: Mapping[str, Mapping[str, bytes] | None],
+        now_s: float,
+    ) -> Mapping[int, Mapping[str, bytes] | None]:
+        """Take what was read of stages, by the keys of these shards; return it by stage, None where no key was read."""
+        found: dict[int, Mapping[str, bytes] | None] = {}
+        for stage in shards:
+            answers = [read[shard.key(self._stage_key(stage))] for shard in shards[stage]]
+            known = [answer for answer in answers if answer is not None]
+            found[stage] = newest(known, stage) if known else None
+        # Of a parent those alone that stand in no deeper shard: others there are the same for all readers.
+        own = {s: [each for each in shards[s] if each.depth == self._divisions[s].depth] for s in shards}
+        # The peers under a key that could not be read, or under its parent's, grow no older.
+        unread = {
+            s: [each for each in own[s] if None in (read[each.key(key)], read.get(each.parent.key(key), ()))]
+            for s, key in zip(shards, map(self._stage_key, shards), strict=True)
+        }
+        pauses_s = {s: self._divisions[s].pause_s for s in shards}
+        before = {s: self._records.believed[s].keys() for s in shards}
+        self._records.take(found, own, now_s, self._unix_time(), unread, pauses_s)
+        for stage, division in enumerate(self._divisions):
+            if found.get(stage) is not None:
+                division.read_s = now_s
+            if stage in shards or stage not in kept:
+                division.size = None
+        for stage in shards:
+            division = self._divisions[stage]
+            depth = division.depth
+            division.divide(own[stage], self._records, self._stage)
+            if stage == self._stage and division.depth != depth:
+                self._publish_s = float("-inf")
+            if not unread[stage]:  # else they are due until they could be read
+                gone = len(before[stage] - self._records.believed[stage].keys()) / max(1, len(before[stage]))
+                division.note_reading(own[stage], self._records, self._stage, now_s, gone)
+        self._records.seldom = [stage for stage, size in enumerate(self._sizes) if size is not None]
+        return found
 
     async def run(self) -> NoReturn:
         try:

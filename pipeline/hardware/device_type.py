@@ -83,3 +83,10 @@ DEVICE_TYPES = {
         beside=lambda _: nullcontext(),
     ),
 }
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Say whether an error means that memory ran out: torch, and NVIDIA's libraries, raise a RuntimeError for it."""
+    said = str(error).lower()
+    signs = ("out of memory", "allocate memory", "alloc_failed")
+    return isinstance(error, MemoryError) or any(sign in said for sign in signs)

@@ -522,7 +522,6 @@ def test_a_preset_is_a_run_with_every_field_explained(preset: str) -> None:
         assert places, f"{name} is not in the file"
         above = lines[places[0] - 1]
         assert above.startswith("#") or above.split(" = ")[0].isidentifier(), f"{name} has no comment"
-    assert decode_run(run_text(preset, name="mine", seed=5), "x") == msgspec.structs.replace(run, name="mine", seed=5)
 
 
 @given(st.integers(1, 12), st.integers(1, 9), st.integers(1, 3000), st.integers(0, 2**40))

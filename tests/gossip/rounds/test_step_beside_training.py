@@ -35,6 +35,8 @@ class Watched(Toy):
         super().__init__(world, name, settings, **traits)  # type: ignore[arg-type]
         self.snapshots: list[tuple[int, Tensor]] = []
         self.corrections: list[tuple[int, Tensor]] = []
+        self.correct_s = 0.0
+        """How long a correction takes before and after the weights change."""
 
     async def snapshot(self, slow: Tensors) -> Tensors:
         """Nobody copies weights that lack a correction, nor is there memory for it."""
@@ -44,8 +46,10 @@ class Watched(Toy):
         return found
 
     async def correct(self, correction: Tensors) -> None:
+        await asyncio.sleep(self.correct_s)
         self.corrections.append((self.inner_steps, correction[0].clone()))
         await super().correct(correction)
+        await asyncio.sleep(self.correct_s)
 
     def replayed(self, steps: int) -> Tensor:
         """Return the fast weights after so many steps and the corrections until then, each added once."""
@@ -192,6 +196,8 @@ async def test_a_cancelled_replica_has_taken_a_step_wholly_or_not_at_all(
     settings: ToySettings, step_s: float, cancelled_at_s: float
 ) -> None:
     toys = pair(settings, step_s, step_s)
+    for toy in toys:
+        toy.correct_s = 2.0
     living = asyncio.create_task(live(list(toys), 45))
     await asyncio.sleep(cancelled_at_s)
     living.cancel()
@@ -280,7 +286,7 @@ async def test_adopted_weights_replace_ours_beside_the_training(step_s: float, s
     theirs = torch.tensor([1.0, -2.0, 3.0, 4.0])
     snapshot = await optimiser.snapshot(0)
     wire = encode(absolute(codec), OwnWeights((theirs,))).coded.wire
-    step = await optimiser.adopting(wire, snapshot, alike=False)
+    step = await optimiser.adopting(wire, snapshot, disowned=True)
     taking = asyncio.create_task(optimiser.take(step))
     for _ in range(steps):
         await asyncio.sleep(1.0)

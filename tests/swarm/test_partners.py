@@ -6,8 +6,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.node.partners import Partners
 from noloco_node.run.peer_state import PeerState
+from noloco_node.swarm.partners import Partners
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.shards import StageSize
 
