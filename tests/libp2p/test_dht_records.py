@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S, PATIENT, RECORD_S
 
-from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import dht_records, record_checks
-from noloco_node.libp2p.dht_records import DhtRecords, next_expiry
+from noloco_node.libp2p.dht_records import next_expiry
 from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.record_checks import (
@@ -31,7 +30,7 @@ from noloco_node.libp2p.record_checks import (
     place_of,
     read_signer,
 )
-from noloco_node.libp2p.settings import NetworkSettings, RunSecret, ensure_identity, peer_bytes
+from noloco_node.libp2p.settings import NetworkSettings, ensure_identity, peer_bytes
 
 KEY = "run/stage/0"
 PLACE = place_of(KEY)
