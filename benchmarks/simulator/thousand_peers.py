@@ -24,13 +24,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from gossip.interface import OuterStepTaken, RoundSkipped
 from noloco_node.swarm.shards import LEAST_IN_SHARD, MOST_IN_SHARD
 
-HERE = Path(__file__).resolve()
 PARTS = {
     "pipeline": "/pipeline/",
     "gossip": "/gossip/",

@@ -35,6 +35,8 @@ showed before, to which each partner has one voice:
   round ends after several rounds of others. Until a partner's weights have counted here, a distance blames nobody in
   the first case, and in the second no partner whose weights have met others' later than ours.
 - Fewer than LEAST_VALUES weights only have to be finite.
+- Weights that we adopt may be at any distance, since it is we who are late. If they lie back from where ours have come,
+  their partner is later still, or lies, and we stay where we are.
 
 **Handshake.** The asker acknowledges the weights; the asked takes its step and acknowledges; then the asker steps. The
 asked speaks last because the asker's leaving cancels what the asked still does. The caller sets one deadline over the
@@ -98,7 +100,8 @@ TYPICAL = 1.0
 VOICES, PARTNERS, MOVES = 4, 32, 16
 """The distances of each partner, the partners, and the norms of our own pseudo-gradients that are kept."""
 LEAST_PULL, NO_PULL = 0.25, -0.5
-"""The least share of a partner that pulls back, and the mean cosine at which its share would be 0."""
+"""The least share of a partner that pulls back, and the mean cosine at which its share would be 0. No weights that lie
+back farther are adopted."""
 NEWEST = 0.4
 """The least weight of the newest meeting in the mean."""
 OFTEN = 3
@@ -363,8 +366,7 @@ class InfluenceBound:
             raise Implausible("weights too far to measure")
         if deviation.values < LEAST_VALUES:
             return 1.0
-        if deviation.alike < LEAST_ALIKE and not self._from_zero:
-            raise Implausible(f"weights that are not like ours: cosine {deviation.alike:.2f}")
+        self._check_alike(deviation)
         whole = deviation.own / math.sqrt(round_fraction)
         self._moves.append(deviation.own)
         self._whole_rounds.append(whole)
@@ -391,6 +393,24 @@ class InfluenceBound:
         pull = 1.0 if only else self._pull(seen)
         return min(1.0, CLIP * most / ratio) * pull if ratio else 1.0
 
+    def check_adopted(self, deviation: Deviation, *, only: bool = False) -> None:
+        """Raise Implausible where weights that are to replace ours have nothing in common with them.
+
+        Raises another ConnectionAbortedError where they lie back from where ours have come: then the partner is behind
+        us, or lies. But it may be us who went astray, so not for ever, and not where our stage has no other partner.
+        """
+        if deviation.values < LEAST_VALUES:
+            return
+        self._check_alike(deviation)
+        if deviation.direction < NO_PULL and not only and not self._in_doubt:
+            self._refused += 1
+            raise ConnectionAbortedError(f"weights to adopt that go back: direction {deviation.direction:.2f}")
+        self._refused = 0
+
+    def _check_alike(self, deviation: Deviation) -> None:
+        if deviation.alike < LEAST_ALIKE and not self._from_zero:
+            raise Implausible(f"weights that are not like ours: cosine {deviation.alike:.2f}")
+
     @property
     def _in_doubt(self) -> bool:
         return self._refused >= SELF_DOUBT
@@ -405,10 +425,3 @@ class InfluenceBound:
     def _typical(self) -> float:
         voices = [seen.voice for seen in self._seen.values()]
         return max(TYPICAL, median_low(voices if self._in_doubt else [*voices, TYPICAL]))
-
-
-def check_alike(theirs: Coded, own: OwnWeights) -> None:
-    """Raise Implausible where weights that we are to adopt have nothing in common with ours."""
-    deviation = measure(theirs, own, own.base, own)
-    if deviation.values >= LEAST_VALUES and deviation.alike < LEAST_ALIKE:
-        raise Implausible(f"weights to adopt that are not like ours: cosine {deviation.alike:.2f}")

@@ -205,7 +205,7 @@ class MeetingProtocol:
         elif whose is outer_step.WhoseWeights.MINE:
             swapped = await _lend(exchange)
         else:
-            swapped = await _adopt(exchange, alike=own.last_met != outer_step.DISOWNED)
+            swapped = await _adopt(exchange, disowned=own.last_met == outer_step.DISOWNED)
         adopted = whose is outer_step.WhoseWeights.THEIRS
         sent, received = size_bytes(mine, swapped.sent), size_bytes(theirs, swapped.came)
 
@@ -334,10 +334,11 @@ async def _lend(exchange: _Exchange) -> _Swapped:
     return _Swapped(None, sent, came)
 
 
-async def _adopt(exchange: _Exchange, *, alike: bool) -> _Swapped:
-    """Go on from the partner's weights. `alike`: they have to be like ours."""
+async def _adopt(exchange: _Exchange, *, disowned: bool) -> _Swapped:
+    """Go on from the partner's weights. `disowned`: ours are known to be worth nothing."""
     came = await swap(exchange.conversation, NO_WEIGHTS)
     wire, surplus = (came.slow, came.fast) if exchange.optimiser.needs_slow else (came.fast, came.slow)
     if surplus:
         raise Implausible("two sets of weights to adopt")
-    return _Swapped(await exchange.optimiser.adopting(wire, exchange.snapshot, alike=alike), NO_WEIGHTS, came)
+    step = await exchange.optimiser.adopting(wire, exchange.snapshot, disowned=disowned)
+    return _Swapped(step, NO_WEIGHTS, came)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from gossip.exchange import kernels
 from gossip.exchange.codec import PIECE, Coded, Encoded, OwnWeights, Reader, Sides, check, encode, pieces, scratch
-from gossip.exchange.swap import InfluenceBound, check_alike, common_steps, measure, probe_coordinates
+from gossip.exchange.swap import InfluenceBound, common_steps, measure, probe_coordinates
 from gossip.interface import Compute, GossipReplica
 from gossip.rule.outer_step import EVEN, Delay, Outer, OuterState, Shares, Tensors, mean_into, move, shares_by_steps
 from gossip.settings import Format, OuterConfig, absolute
@@ -199,18 +199,22 @@ class OuterOptimiser:
         )
         return sides._replace(share=share)
 
-    async def adopting(self, wire: Tensors, snapshot: Snapshot, *, alike: bool) -> Step:
-        """Check weights that we are to adopt, and that they are like ours; return the step to them."""
+    async def adopting(self, wire: Tensors, snapshot: Snapshot, *, disowned: bool) -> Step:
+        """Check weights that we are to adopt; return the step to them. `disowned`: ours are known to be worth nothing.
+
+        Raises another ConnectionAbortedError than Implausible where the partner may be right, and we do not follow.
+        """
         theirs = Coded(absolute(self._codec), wire)
-        own = self._adopted(snapshot)
+        own, fast = self._adopted(snapshot), snapshot.fast
 
         def check_theirs() -> None:
             check(theirs, own, own.norm())
-            if alike and not self._from_zero:
-                check_alike(theirs, own)
+            if not disowned:
+                deviation = measure(theirs, fast, self.state.slow, fast)
+                self._fast_bound.check_adopted(deviation, only=len(self._partners()) < 2)
 
         await self._compute(check_theirs)
-        return Step(snapshot.fast, adopts=theirs)
+        return Step(fast, adopts=theirs)
 
     # The step.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import LLAMA
 from hypothesis import given
 from hypothesis import strategies as st
 from process_swarm import LOCAL, host
@@ -25,20 +26,12 @@ from noloco_node.journal.reader import read
 from noloco_node.swarm.invite import SCHEME
 
 NOBODY = f"{SCHEME}{64 * '0'}@/ip4/127.0.0.1/tcp/9/p2p/12D3KooWPF6C68sQVQGmwSo176xFe1frMnCRiyPVqRBmFwdQRd1g"
-SIZES = {
-    "vocab_size": 384,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-}
 
 
 @pytest.mark.network
 def test_a_node_in_this_process_trains_to_the_end_of_the_run(tmp_path: Path) -> None:
     with Commands() as commands:
-        model = {"architecture": "llama", "sizes": SIZES}
+        model = {"architecture": "llama", "sizes": LLAMA}
         one = {"pipeline": {"stages": 1, "microbatches_per_step": 2}}
         run = noloco_node.init(
             commands.directory / "run.toml", model, steps=6, replicas=1, batch=2, sequence_length=32, sections=one

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from admission_keys import NOW_S, OWNER, admitted, key, public
+from handlers import echo
 
 from noloco_node.admission import admission_hook, ticket_service
 from noloco_node.admission.admission_hook import GRACE_S
@@ -103,11 +104,6 @@ class OwnedRun:
         raw = encode_list(signed_list(key(0), self.digest, number, {public(each): NOW_S + 10**9 for each in keys}))
         self.state.take_revocations(raw)
         return raw
-
-
-async def echo(conversation: Conversation) -> None:
-    while True:
-        await conversation.send(await conversation.receive())
 
 
 async def opened(rule: str, *, signs: bool = True) -> OwnedRun:

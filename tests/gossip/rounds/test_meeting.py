@@ -321,6 +321,24 @@ def test_the_stale_one_adopts_and_the_fresh_one_goes_on(codec: Format, outer: Ou
     assert step.bytes_received - step.bytes_sent == wire_bytes(absolute(codec), [(SIZE,)])
 
 
+@both_forms
+@codecs
+@pytest.mark.parametrize("outer", [REFERENCE, APART], ids=["fast", "fast and slow"])
+def test_a_stale_one_does_not_go_back_to_weights_behind_its_own(codec: Format, outer: Outer, blocking: bool) -> None:
+    """It may have missed a round, and yet know more than the first partner that it meets, which may be a liar."""
+    world = World()
+    settings = replace(SETTINGS, codec=codec, **outer._asdict(), blocking=blocking, staleness_at_most=5)
+    begin = {"behind": (drawn(1) - 1.5, 0.5, 5), "ahead": (drawn(1) + 3.0, 9.0, 5), "stale": (drawn(1), 9.0, 6)}
+    for name, (slow, optimum, age) in begin.items():
+        Toy(world, name, settings, optimum=optimum, origin=aged(slow, age))
+    run(live(list(world.toys.values()), 60))
+    stale = world.toys["stale"]
+    adopted = [step.partner for step in stale.met if step.adopted]
+    assert adopted == ["ahead"]
+    assert not any(loss.implausible for loss in stale.lost)
+    assert all(loss.partner == "behind" for loss in stale.lost if "go back" in loss.why)
+
+
 @pytest.mark.parametrize("disowned", [False, True])
 def test_whoever_disowns_its_weights_takes_the_partners_however_unlike(disowned: bool) -> None:
     world, settings = World(), replace(SETTINGS, staleness_at_most=5)
