@@ -600,7 +600,8 @@ def test_a_start_that_is_cancelled_leaves_nothing() -> None:
     run(main(), uvloop.new_event_loop)
 
 
-def test_a_daemon_that_ends_at_once_is_quoted(tmp_path: Path) -> None:
+def test_a_daemon_that_ends_at_once_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libp2p_network, "ensure_identity", lambda path: True)
     (tmp_path / "identity").write_bytes(b"\x08" + b"x" * 60)
     trouble = trouble_of(identity=tmp_path / "identity")
     assert trouble.code is Exit.DAEMON
