@@ -15,16 +15,21 @@ A step goes through a matrix in pieces of whole blocks, since a block has one sc
 float32, is computed and is put back, so the result does not depend on where a piece ends. A weight may be split into
 its upper half and a correction (`pipeline.hardware.split_weights`). On a GPU the arithmetic is compiled, where torch
 can. Some of the coded moments, or all, may lie in main memory (`pipeline.hardware.moments_beside`).
+
+The steps of some matrices may be made orthogonal: AdamW's step of the whole matrix is computed, and the orthogonal
+matrix that is nearest to it is taken in its place (`pipeline.inner_step`), as Muon takes that of a mean gradient. Its
+values have the root mean square `ORTHOGONAL_SIZE`, about that of AdamW's steps, so one learning rate suits both (Liu
+and others, arXiv 2502.16982). The moments are AdamW's own, in the same forms.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +37,16 @@ from torch import Tensor, nn
 from pipeline.hardware.device_type import is_shortage
 from pipeline.hardware.moments_beside import Codes, MomentsBeside, main_memory
 from pipeline.hardware.split_weights import join, split
-from pipeline.inner_step import BLOCK, SCALE_BYTES, Inner, is_coded, moment_bytes, moment_ratio
+from pipeline.inner_step import (
+    BLOCK,
+    SCALE_BYTES,
+    Inner,
+    is_coded,
+    moment_bytes,
+    moment_ratio,
+    orthogonal_bytes,
+    orthogonalise,
+)
 
 PIECE = 2**20  # values that a step computes at once; whole blocks
 _COMPILED_PIECE = 16 * PIECE  # the same of a compiled step: with smaller pieces a GPU waits for the host
@@ -40,6 +54,7 @@ _COMPILED_ROOM = 2.125  # numbers that a compiled step takes on a GPU for a mome
 LARGEST_RATIO = 1e3  # of a first moment to the root of its second, where nothing bounds it
 _ROOM = 16 * PIECE
 """Numbers that a step which is not compiled takes on a GPU for a moment, and more; so does a copy of weights."""
+ORTHOGONAL_SIZE = 0.2
 _FIRST, _SECOND = 127.0, 255.0  # the largest codes of a first and of a second moment
 _NORMAL = torch.finfo(torch.float32).tiny
 _NAMES = ("exp_avg", "exp_avg_sq")  # torch's names of the first and the second moment
@@ -105,10 +120,17 @@ def move(parts: Sequence[Tensor], gradient: Tensor, moments: tuple[Codes, Codes]
 Move = Callable[[Sequence[Tensor], Tensor, tuple[Codes, Codes], Tensor], None]
 
 
+class Form(NamedTuple):
+    """The dtypes of what a step changes, a weight or both parts of one, and of its gradient."""
+
+    parts: tuple[torch.dtype, ...]
+    gradient: torch.dtype
+
+
 @cache
 @torch.no_grad()
-def compiled(device: torch.device, *, halves: bool = False) -> Move | None:
-    """Return `move` of a weight, or of both parts of one, compiled for a GPU; None if torch cannot.
+def compiled(device: torch.device, form: Form) -> Move | None:
+    """Return `move` of what has this form, compiled for a GPU; None if torch cannot.
 
     It has worked once, as a step calls it: torch compiles anew for another kind of sequence or with gradients on.
     """
@@ -119,9 +141,10 @@ def compiled(device: torch.device, *, halves: bool = False) -> Move | None:
                 Codes(torch.zeros(blocks, 1, device=device), torch.zeros(blocks, BLOCK, dtype=dtype, device=device))
                 for dtype in (torch.int8, torch.uint8)
             )
-            parts = list(split(torch.zeros(blocks, BLOCK, device=device)))
-            gradient = torch.zeros(blocks, BLOCK, dtype=torch.bfloat16 if halves else torch.float32, device=device)
-            faster(parts if halves else [gradient.clone()], gradient, (first, second), torch.ones(9, device=device))
+            *parts, gradient = (
+                torch.zeros(blocks, BLOCK, dtype=kind, device=device) for kind in (*form.parts, form.gradient)
+            )
+            faster(parts, gradient, (first, second), torch.ones(9, device=device))
     except (RuntimeError, OSError, ImportError) as error:
         if is_shortage(error):
             raise
@@ -140,13 +163,16 @@ class AdamW:
         remainders: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
         *,
         beside: int = 0,
+        orthogonal: Collection[nn.Parameter] = (),
+        orthogonal_in: torch.dtype = torch.float32,
     ) -> None:
         """Take all memory: a step must not fail half-way.
 
         `remainders`: of the weights that are split. `beside`: bytes of coded moments that lie in main memory, at
-        least; those of whole matrices.
+        least; those of whole matrices. `orthogonal`: the weights whose steps are made so, in what dtype.
         """
         self.steps = 0
+        self._orthogonal, self._orthogonal_in = frozenset(orthogonal), orthogonal_in
         self._weights, self._inner, self._device, self._remainders = weights, inner, device, remainders
         coded = [weight for weight in weights if is_coded(weight.shape, inner.state)]
         sizes = [moment_bytes(weight.shape, inner.state) for weight in coded for _ in _NAMES]
@@ -157,13 +183,13 @@ class AdamW:
         self._coded = dict(zip(coded, zip(memory[::2], memory[1::2], strict=True), strict=True))
         self._far = frozenset(coded[: far // 2])
         self._plain = self._optimiser([weight for weight in weights if weight not in self._coded])
-        forms = {weight in remainders for weight in self._coded} if device.type == "cuda" else set()
-        faster = {halves: compiled(device, halves=halves) for halves in forms}
+        forms = set(map(self._form, self._coded)) if device.type == "cuda" else set()
+        faster = {form: compiled(device, form) for form in forms}
         self.compiled = None not in faster.values()
-        self._faster = {halves: each for halves, each in faster.items() if each is not None}
+        self._faster = {form: each for form, each in faster.items() if each is not None}
         self._pieces = {
             weight: list(
-                pieces(weight.numel(), moments, _COMPILED_PIECE if (weight in remainders) in self._faster else PIECE)
+                pieces(weight.numel(), moments, _COMPILED_PIECE if self._form(weight) in self._faster else PIECE)
             )
             for weight, moments in self._coded.items()
         }
@@ -195,10 +221,15 @@ class AdamW:
         """Return memory that a step gives back while it needs some: on a GPU it may be all that is left."""
         if self._device.type != "cuda":
             return torch.empty(0)
-        if not self._coded:
-            return torch.empty(2 * PIECE if self._inner.nesterov else 0, device=self._device)
-        largest = min(_COMPILED_PIECE, max(map(torch.numel, self._coded))) if self._faster else 0
-        return torch.empty(max(_ROOM, int(_COMPILED_ROOM * largest)), device=self._device)
+        whole = max(
+            (orthogonal_bytes(each.shape, self._orthogonal_in.itemsize) for each in self._orthogonal), default=0
+        )
+        if self._coded:
+            largest = min(_COMPILED_PIECE, max(map(torch.numel, self._coded))) if self._faster else 0
+            numbers = max(_ROOM, int(_COMPILED_ROOM * largest))
+        else:
+            numbers = 2 * PIECE if self._inner.nesterov else 0
+        return torch.empty(numbers + -(-whole // 4), device=self._device)
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
@@ -206,15 +237,19 @@ class AdamW:
         self.steps += 1
         numbers = step_numbers(self._inner, learning_rate, self.steps).to(self._device)
         with self.room():
+            for weight in self._weights:
+                if weight in self._orthogonal and weight.grad is not None:
+                    self._step_orthogonal(weight, learning_rate, numbers)
+                    weight.grad = None
             if self._plain is not None:
                 for group in self._plain.param_groups:
                     group["lr"] = learning_rate
                 self._plain.step()
                 if self._inner.nesterov:
                     self._look_ahead(learning_rate)
-            for weight, own_pieces in self._pieces.items():
+            for weight in self._pieces:
                 if weight.grad is not None:
-                    self._step_coded(weight, weight.grad.reshape(-1), own_pieces, numbers)
+                    self._step_coded(weight, self._parts(weight), numbers)
         if self._beside is not None:
             self._beside.settle()
 
@@ -245,13 +280,48 @@ class AdamW:
         finally:
             self._room = self._reserve()
 
-    def _step_coded(
-        self, weight: nn.Parameter, gradient: Tensor, own_pieces: list[MatrixPiece], numbers: Tensor
-    ) -> None:
+    def _form(self, weight: nn.Parameter) -> Form:
         halves = weight in self._remainders
-        parts = [weight.detach(), self._remainders[weight]] if halves else [weight.detach()]
-        faster, far = self._faster.get(halves), self._beside if weight in self._far else None
-        for piece in own_pieces:
+        parts = (torch.bfloat16, torch.int8) if halves else (torch.float32,)
+        gradient = torch.bfloat16 if halves else torch.float32
+        return Form((self._orthogonal_in,) if weight in self._orthogonal else parts, gradient)
+
+    def _parts(self, weight: nn.Parameter) -> list[Tensor]:
+        """Return a weight, or both parts of a split one."""
+        return [weight.detach(), *([self._remainders[weight]] if weight in self._remainders else [])]
+
+    def _step_orthogonal(self, weight: nn.Parameter, learning_rate: float, numbers: Tensor) -> None:
+        step = torch.zeros_like(weight, dtype=self._orthogonal_in, memory_format=torch.contiguous_format)
+        if weight in self._coded:
+            self._step_coded(weight, [step], numbers)
+        else:
+            self._step_plain(weight, step, numbers)
+        orthogonalise(step)
+        keep, size = 1.0 - learning_rate * self._inner.weight_decay, ORTHOGONAL_SIZE * math.sqrt(max(weight.shape[-2:]))
+        values: tuple[Any, ...] = (step, *self._parts(weight))
+        for more, *own in zip(*(each.view(-1).split(PIECE) for each in values), strict=True):
+            moved = (join(*own) if len(own) > 1 else own[0]) * keep + more.float() * (learning_rate * size)
+            for memory, value in zip(own, split(moved) if len(own) > 1 else [moved], strict=True):
+                memory.copy_(value)
+
+    def _step_plain(self, weight: nn.Parameter, step: Tensor, numbers: Tensor) -> None:
+        """Do with float32 moments, and a weight of zeros `step`, what `advance` does with codes."""
+        assert self._plain is not None
+        assert weight.grad is not None
+        _, own, given, unbiased, fresh, beta2, fresh_square, _, epsilon = numbers.unbind()
+        state = self._plain.state[weight]
+        values = (step, weight.grad, *(state[name] for name in _NAMES))
+        for part, gradient, first, second in zip(*(each.view(-1).split(PIECE) for each in values), strict=True):
+            first.lerp_(gradient, fresh)
+            second.mul_(beta2).add_(gradient.square() * fresh_square)
+            part.copy_(-(own * first + given * gradient) / (second.sqrt() * unbiased + epsilon))
+
+    def _step_coded(self, weight: nn.Parameter, parts: Sequence[Tensor], numbers: Tensor) -> None:
+        """Step `parts`, a weight or both parts of one, by the gradient and the moments of `weight`."""
+        assert weight.grad is not None
+        gradient, far = weight.grad.reshape(-1), self._beside if weight in self._far else None
+        faster = self._faster.get(self._form(weight))
+        for piece in self._pieces[weight]:
             shape = piece.moments[0].codes.shape
             # The last blocks of matrices have lengths of their own, and are few.
             compute = faster if faster is not None and shape[1] == BLOCK and shape[0] > 1 else move

@@ -344,9 +344,18 @@ class Slice(nn.Module):
         It takes the weights that it was called with, whatever the module holds by then.
         """
         (whole,) = self._whole
-        layers = whole.get_submodule(layer_list(whole, int(whole.config.num_hidden_layers)))
+        layers = whole.get_submodule(self._layers())
         for layer in list(layers)[self.cut.first_layer : self.cut.end_layer]:
             _compute_again(layer)
+
+    def layer_matrices(self) -> list[str]:
+        """Return the names of the matrices that its decoder layers multiply by, in order; those of experts as well."""
+        inside, multiplied = f"{self._layers()}.", multiplied_weights(self)
+        return [name for name, _ in self.named_parameters() if name.startswith(inside) and name in multiplied]
+
+    def _layers(self) -> str:
+        (whole,) = self._whole
+        return layer_list(whole, int(whole.config.num_hidden_layers))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # The whole model is not a part of us; what it holds itself must come along when we are moved.

@@ -11,6 +11,13 @@ says, so a replica's progress moves
   half, by the time between the two. One window of lies is one mark, which neither median takes.
 
 Progress stays until four marks show a rate. The time meanwhile counts, so the fifth window finds a replica in place.
+
+A step may be made orthogonal, by products of matrices alone (`orthogonalise`). A matrix is U S V' with orthogonal U and
+V. Each iteration maps its singular values S by one odd polynomial, and leaves U and V: five bring all but the tiniest
+between 0.68 and 1.13. This is Newton and Schulz' iteration with the coefficients of Muon (Jordan and others 2024): they
+raise small values fast, and do not converge, which the direction of a step need not.
+
+This module does not load torch, because plans count with it.
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from statistics import median_low
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,7 +37,8 @@ class Inner(NamedTuple):
     """AdamW's constants, and the norm to which a stage's gradient is clipped. Only matrices decay.
 
     `state`: "float32", or "int8" where the moments of matrices are codes (`pipeline.adamw`). `nesterov`: whether a step
-    takes the first moment as it would be after the same gradient once more; the steps of a run do.
+    takes the first moment as it would be after the same gradient once more; the steps of a run do. `orthogonal`:
+    whether AdamW's step of a matrix of the layers is made orthogonal before it is taken.
     """
 
     beta1: float
@@ -39,6 +48,7 @@ class Inner(NamedTuple):
     clip_norm: float
     state: str = "float32"
     nesterov: bool = False
+    orthogonal: bool = False
 
 
 class StepReport(NamedTuple):
@@ -69,7 +79,7 @@ def is_coded(shape: Sequence[int], state: str) -> bool:
 
 def moment_bytes(shape: Sequence[int], state: str) -> int:
     """Return the bytes that one moment of a parameter takes: its scales and codes, or float32."""
-    values = math.prod(shape)
+    values = prod(shape)
     return values + SCALE_BYTES * -(-values // BLOCK) if is_coded(shape, state) else 4 * values
 
 
@@ -80,6 +90,52 @@ def moment_ratio(beta1: float, beta2: float) -> float:
     """
     left = 1.0 - beta1**2 / beta2 if beta2 > 0.0 else 0.0
     return (1.0 - beta1) / math.sqrt((1.0 - beta2) * left) if left > 0.0 else math.inf
+
+
+_FIRST, _THIRD, _FIFTH = 3.4445, -4.7750, 2.0315
+"""Of a singular value, of its third power and of its fifth."""
+ITERATIONS = 5
+_LEAST_NORM = 1e-30
+_TOGETHER = 2**24
+"""Numbers of the matrices that are computed at once, where several share a tensor, as those of experts do."""
+_TIMES = 5
+"""Times the memory of what is computed at once, at most, that the computation takes beside it."""
+
+
+def orthogonalise(matrices: Tensor) -> None:
+    """Replace each of some matrices, [..., rows, columns], by U V' of its own, within the accuracy of its dtype.
+
+    A matrix of zeros stays. The memory is `matrices`' own, and some for a moment (`orthogonal_bytes`).
+    """
+    stacked = matrices.view(-1, *matrices.shape[-2:])
+    for some in stacked.split(_at_once(stacked.shape)):  # type: ignore[no-untyped-call]
+        wide = some if some.shape[1] <= some.shape[2] else some.mT
+        wide.copy_(_iterated(wide))
+
+
+def _iterated(wide: Tensor) -> Tensor:
+    found: Tensor = wide / wide.norm(dim=(1, 2), keepdim=True).clamp_min(_LEAST_NORM)
+    for _ in range(ITERATIONS):
+        square = found @ found.mT
+        mixed = square.baddbmm(square, square, beta=_THIRD, alpha=_FIFTH)
+        found = found.baddbmm(mixed, found, beta=_FIRST)
+    return found
+
+
+def _at_once(shape: Sequence[int]) -> int:
+    return max(1, _TOGETHER // prod(shape[1:]))
+
+
+def orthogonal_bytes(shape: Sequence[int], value_bytes: int) -> int:
+    """Return the bytes that a matrix, or experts', and the computation take while a step is made orthogonal."""
+    stacked = (prod(shape[:-2]), *shape[-2:])
+    return value_bytes * (prod(shape) + _TIMES * min(stacked[0], _at_once(stacked)) * prod(shape[-2:]))
+
+
+def orthogonal_operations(shape: Sequence[int]) -> int:
+    """Return the floating-point operations for one matrix, or for those of experts."""
+    less, more = sorted(shape[-2:])
+    return prod(shape[:-2]) * ITERATIONS * (4 * less**2 * more + 2 * less**3)
 
 
 MOST_MARKS = 16

@@ -193,11 +193,13 @@ def cut(
 class SliceSize(NamedTuple):
     """Name and shape of every parameter of a slice, in its order, and how many numbers of them are multiplied.
 
+    `matrices`: shapes of those that its decoder layers multiply by.
     `frozen`: of the weights that are no parameters, because adapters are trained in their place.
     """
 
     shapes: dict[str, tuple[int, ...]]
     multiplied: int
+    matrices: tuple[tuple[int, ...], ...]
     frozen: FrozenSize
 
 
@@ -206,7 +208,8 @@ def slice_size(config: Config, cut: Cut) -> SliceSize:
     part = empty_slice(config, cut)
     shapes = {name: tuple(weight.shape) for name, weight in part.named_parameters()}
     multiplied = sum(part.get_parameter(name).numel() for name in multiplied_weights(part))
-    return SliceSize(shapes, multiplied, frozen_size(part))
+    matrices = tuple(shapes[name] for name in part.layer_matrices())
+    return SliceSize(shapes, multiplied, matrices, frozen_size(part))
 
 
 def adapter_targets(config: Config) -> list[str]:

@@ -46,7 +46,16 @@ class Stage(StagePasses):
         self.fixed = frozenset(n for n, weight in enumerate(self._weights) if not weight.requires_grad)
         self._clip_norm = inner.clip_norm
         beside = settings.moments_beside if coded else 0
-        self._adamw = AdamW(self._weights, inner, settings.device, self._remainders, beside=beside)
+        named = module.layer_matrices() if inner.orthogonal else ()
+        self._adamw = AdamW(
+            self._weights,
+            inner,
+            settings.device,
+            self._remainders,
+            beside=beside,
+            orthogonal=[self._masters[name] for name in named],
+            orthogonal_in=torch.bfloat16 if settings.autocast is torch.bfloat16 else torch.float32,
+        )
         self._upload = Upload(settings.device)
         self._spare: tuple[Tensor, ...] = ()
         """Memory for the next copy of the weights. The system takes longer to give it than a GPU to fill it."""

@@ -43,7 +43,7 @@ from noloco_node.planning.plan import memories
 from noloco_node.run.config import DataConfig, InnerConfig, ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.runfile import load_run
 from pipeline.activation_codec import encode
-from pipeline.adamw import Move, compiled, encode_first, encode_second, move, step_numbers
+from pipeline.adamw import Form, Move, compiled, encode_first, encode_second, move, step_numbers
 from pipeline.admission_window import AdmissionWindow
 from pipeline.forward_pass import PendingForward
 from pipeline.hardware.moments_beside import Codes
@@ -287,7 +287,9 @@ def same_bits(_: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             found[f"{name} {way}"] = _apart(on_cpu, on_device)
     moments = encode_first(0.01 * gradient.view(-1, BLOCK)), encode_second((0.01 * gradient.view(-1, BLOCK)).square())
     numbers = step_numbers(Inner(0.9, 0.99, 1e-8, 0.01, 1.0, "int8", nesterov=True), 1e-3, 10)
-    for name, halves in (("step", False), ("split step", True)):
+    halved = Form((torch.bfloat16, torch.int8), torch.bfloat16)
+    for name, dtypes in (("step", Form((torch.float32,), torch.float32)), ("split step", halved)):
+        halves = dtypes is halved
         given = [*(split(values.view(-1, BLOCK)) if halves else [values.view(-1, BLOCK)]), *moments[0], *moments[1]]
 
         def stepped(
@@ -298,7 +300,7 @@ def same_bits(_: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             compute(held[:parts], gradient.view(-1, BLOCK).to(where), codes, numbers.to(where))
             return held
 
-        for form, compute in ((name, move), (f"{name} compiled", compiled(device, halves=halves))):
+        for form, compute in ((name, move), (f"{name} compiled", compiled(device, dtypes))):
             if compute is not None:
                 pairs = zip(stepped(move, CPU), stepped(compute, device), strict=True)
                 found[form] = [_apart(a, b) for a, b in pairs]

@@ -45,6 +45,7 @@ class ModelLayout(NamedTuple):
     """A model as a run cuts it. `shapes`: name and shape of every trained parameter of every stage, in its order.
 
     `work`: floating-point operations a token of each stage, forward. `multiplied`: parameters that are multiplied.
+    `matrices`: shapes of the matrices that its decoder layers multiply by.
     `checkpoint`: name and shape of what each stage has of a checkpoint; `shapes`, but where adapters are trained.
     `frozen`: what of it is not trained takes.
     """
@@ -54,6 +55,7 @@ class ModelLayout(NamedTuple):
     shapes: tuple[dict[str, tuple[int, ...]], ...]
     work: tuple[int, ...]
     multiplied: tuple[int, ...]
+    matrices: tuple[tuple[tuple[int, ...], ...], ...]
     checkpoint: tuple[dict[str, tuple[int, ...]], ...]
     frozen: tuple[FrozenSize, ...]
 
@@ -162,6 +164,7 @@ def _model_layout(run: RunConfig) -> ModelLayout:
         tuple(size.shapes for size in sizes),
         work,
         tuple(size.multiplied for size in sizes),
+        tuple(size.matrices for size in sizes),
         tuple(size.shapes for size in checkpoint),
         tuple(size.frozen for size in sizes),
     )
@@ -262,7 +265,8 @@ def inner_optimiser(run: RunConfig) -> Inner:
     from pipeline.inner_step import Inner
 
     own = run.inner
-    return Inner(own.beta1, own.beta2, own.epsilon, own.weight_decay, own.clip_norm, own.state, nesterov=True)
+    constants = (own.beta1, own.beta2, own.epsilon, own.weight_decay, own.clip_norm, own.state)
+    return Inner(*constants, nesterov=True, orthogonal=own.orthogonal)
 
 
 def hub_directory(model: ModelConfig) -> Path | None:

@@ -19,7 +19,7 @@ from noloco_node.planning.bandwidth import float32_bytes, gossip_memory, hop_byt
 from noloco_node.planning.windows import BUSY, WindowSuggestion, predict_efficiency, suggest_windows
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import content_hashes, run_digest
-from pipeline.inner_step import is_coded, moment_bytes
+from pipeline.inner_step import is_coded, moment_bytes, orthogonal_bytes
 from pipeline.messages import ACTIVATION_CODECS
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     optimiser: int  # AdamW's two moments on the device, in the form that the run file names
     coded_moments: int  # of those, the ones that can lie in main memory instead
     moments_beside: int  # moments in main memory, where the device has no room for them
+    orthogonal_step: int  # of the largest matrix, and what it takes to make it orthogonal, where the run file says so
     slow_weights: int
     outer_momentum: int
     snapshot: int
@@ -94,7 +95,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     def computing(self) -> int:
         """What the device computes with: of a GPU's own memory. Gossip's copies lie in the main memory."""
         lasting = self.weights + self.frozen + self.unpacked + self.gradients + self.optimiser + self.cast_weights
-        return lasting + self.stale_weights + self.graph
+        return lasting + self.orthogonal_step + self.stale_weights + self.graph
 
     def placed(self, gpu: float, ram: float) -> Memory:
         """Return the same with as many moments beside the GPU as `bytes_beside` says.
@@ -316,6 +317,9 @@ def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool, splits:
         optimiser=2 * sum(moment_bytes(shape, run.inner.state) for shape in shapes),
         coded_moments=sum(2 * moment_bytes(shape, "int8") for shape in shapes if is_coded(shape, run.inner.state)),
         moments_beside=0,
+        orthogonal_step=max((orthogonal_bytes(shape, multiplied) for shape in drawn.matrices[number]), default=0)
+        if run.inner.orthogonal
+        else 0,
         slow_weights=once,
         **gossip_memory(run.outer, shapes),
         cast_weights=0 if split else cast,

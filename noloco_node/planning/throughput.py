@@ -22,6 +22,7 @@ from noloco_node.planning.windows import seconds_each
 from noloco_node.run.config import RunConfig
 from noloco_node.units import format_bytes
 from pipeline.admission_window import MOST_IN_FLIGHT
+from pipeline.inner_step import orthogonal_operations
 from pipeline.messages import ACTIVATION_CODECS
 
 
@@ -90,6 +91,11 @@ def coding_seconds(run: RunConfig, width: int, flops: float) -> float:
     return 0.0 if plain else run.pipeline.microbatch_tokens * width * CODING_FLOPS / flops
 
 
+def orthogonal_seconds(run: RunConfig, layout: ModelLayout, stage: int, flops: float) -> float:
+    """Return what a device takes to make an inner step orthogonal, where the run has that."""
+    return sum(map(orthogonal_operations, layout.matrices[stage])) / flops if run.inner.orthogonal else 0.0
+
+
 def stage_loads(
     run: RunConfig, layout: ModelLayout, machines: Machines, needs: Sequence[Memory]
 ) -> tuple[MicrobatchSeconds, ...]:
@@ -100,10 +106,12 @@ def stage_loads(
     for number, (work, memory) in enumerate(zip(layout.work, needs, strict=True)):
         sends, takes = not pipeline.is_last(number), number > 0
         passes = 1.0 + layout.backward + _computed_again(pipeline.in_flight(number), memory, machines)
-        bus_s = memory.moments_beside / BUS_BYTES_PER_S / pipeline.microbatches_per_step
+        step_s = memory.moments_beside / BUS_BYTES_PER_S + orthogonal_seconds(run, layout, number, machines.flops)
         found.append(
             MicrobatchSeconds(
-                device_s=passes * tokens * work / machines.flops + 2 * (sends + takes) * coding_s + bus_s,
+                device_s=passes * tokens * work / machines.flops
+                + 2 * (sends + takes) * coding_s
+                + step_s / pipeline.microbatches_per_step,
                 up_s=(sends * hop.down + takes * hop.back) / machines.up_bytes_per_s,
                 down_s=(takes * hop.down + sends * hop.back) / machines.down_bytes_per_s,
             )

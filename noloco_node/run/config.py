@@ -363,6 +363,9 @@ class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     state: Literal["float32", "int8"] = "float32"
     """What the optimiser keeps: "float32", or "int8" (moments as 8-bit codes; on a device that computes in bfloat16
     weights as bfloat16 with an 8-bit correction: half the memory)."""
+    orthogonal: bool = False
+    """Whether matrices of the layers step by the orthogonal matrix that is nearest to AdamW's step, as Muon takes that
+    of a mean gradient: less loss for the same tokens, and more work for each step."""
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -62,7 +62,7 @@ def problems(run: config.RunConfig) -> Iterator[Problem]:
     yield from _width(run.pipeline, run.model)
     yield from _data(run.data)
     yield from _evaluation(run)
-    yield from _inner(run.inner)
+    yield from _inner(run)
     yield from _outer(run.outer)
     yield from _adapter(run.adapter, run.model)
     yield from _admission(run.admission)
@@ -381,8 +381,13 @@ def _tokenizer(data: config.DataConfig) -> Iterator[Problem]:
         yield Problem(field, "given", most, "a tokenizer on the hub, with tokenizer_commit")
 
 
-def _inner(inner: config.InnerConfig) -> Iterator[Problem]:
+def _inner(run: config.RunConfig) -> Iterator[Problem]:
+    inner = run.inner
     wrong = partial(_wrong, "inner", inner)
+    if inner.orthogonal and (run.adapter.is_trained or run.model.is_foreign):
+        what = "trains adapters" if run.adapter.is_trained else "trains a foreign module"
+        why = f"the run {what}, and it is for the matrices of a model's decoder layers"
+        yield Problem("inner.orthogonal", "true", why, "false")
     if not 0 <= inner.warmup_steps < inner.steps:
         why = f"the run takes {inner.steps} inner steps, and would end before its warm-up does"
         yield wrong("warmup_steps", why, "at least 0 and below inner.steps; a twentieth of it is usual")

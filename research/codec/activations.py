@@ -22,9 +22,9 @@ says. `ARMeN` begins with an embedding N times as large: the fixed features of a
 so is this, to compare with. `ARMxN` trains N times as long: how long does it take to the same loss? `ARMrN` has N times
 the learning rate. `ARMw2` has two windows in flight (`pipeline.windows_in_flight`): every stage but the last computes a
 window's activations before it takes the step of the window before, so its gradients are one step stale. `ARMn0` steps
-without Nesterov's momentum. `ARMmN` has N for beta1. `ARMs8` keeps AdamW's moments as 8-bit codes (`inner.state`).
-`ARMgN` cuts a batch into N microbatches, and adds the gradients of matrices up in bfloat16, as a stage with split
-weights does.
+without Nesterov's momentum. `ARMmN` has N for beta1. `ARMo1` has steps of matrices orthogonal (`inner.orthogonal`).
+`ARMs8` keeps AdamW's moments as 8-bit codes (`inner.state`). `ARMgN` cuts a batch into N microbatches, and adds the
+gradients of matrices up in bfloat16, as a stage with split weights does.
 """
 
 from __future__ import annotations
@@ -94,13 +94,14 @@ class Arm(NamedTuple):
     nesterov: bool = True
     beta1: float = 0.9
     coded: bool = False
+    orthogonal: bool = False
     summed: int = 1
     """Microbatches of a batch, whose gradients add up in bfloat16 where there are several."""
 
 
 def arm_of(name: str, width: int) -> Arm:
     """Return a codec of the run file, or a recipe; in a subspace, or for longer."""
-    if changed := re.fullmatch(r"(.+)([xerwsgnm])([\d.]+)", name):
+    if changed := re.fullmatch(r"(.+)([xerwsgnmo])([\d.]+)", name):
         arm, factor = arm_of(changed[1], width), float(changed[3])
         match changed[2]:
             case "x":
@@ -115,6 +116,8 @@ def arm_of(name: str, width: int) -> Arm:
                 return arm._replace(nesterov=factor > 0.0)
             case "m":
                 return arm._replace(beta1=factor)
+            case "o":
+                return arm._replace(orthogonal=factor > 0.0)
         if changed[2] == "s" and factor == 8:
             return arm._replace(coded=True)
         if changed[2] == "s" or factor not in (1, 2):
@@ -227,7 +230,9 @@ def train(size: Size, text: Text, seed: int, arm: Arm, count: int) -> tuple[floa
             codec="float32",
             subspace=arm.subspace,
         ),
-        inner=InnerConfig(beta1=arm.beta1, beta2=0.99, state="int8" if arm.coded else "float32"),
+        inner=InnerConfig(
+            beta1=arm.beta1, beta2=0.99, state="int8" if arm.coded else "float32", orthogonal=arm.orthogonal
+        ),
     )
     layout = model_layout(run)
     stages = [make_stage(run, layout, number, torch.device("cpu")) for number in range(count)]

@@ -29,8 +29,8 @@ those that train by AdamW. Is gossip then nearer to the mean over all?
 **Runs.** Eight very unequal replicas train 0.09 million parameters, as in the survey of rivals (laboratory.md): the
 same model, steps and choices. Muon is torch's, with steps of the size of AdamW's; it takes the matrices inside layers,
 and AdamW all else. Runs as short as these favour a short memory of the mean gradient, so AdamW is here twice: with 0.9
-for beta1, and with 0.8. Each row was tuned at the same three learning rates, on seed 0 of the library's text, which is
-not reported.
+for beta1, and with 0.8. "Orthogonal" steps are production's (`inner.orthogonal`): of the same matrices, by Nesterov's
+momentum. Each row was tuned at the same five learning rates, on seed 0 of the library's text, which is not reported.
 
 **Reading.** Nats a byte on all held-out text, ± the standard deviation over seeds. Differences are paired by seed, with
 their 95 % interval by Student's t, each for one comparison. Fewer than five seeds decide nothing."""

@@ -14,9 +14,9 @@ from small_stages import CPU, INNER, cuts, drawn_ids, make_stage, nadam, prepare
 from torch import Tensor, nn
 
 from pipeline import adamw
-from pipeline.adamw import AdamW, decode_first, decode_second, encode_first, encode_second
+from pipeline.adamw import ORTHOGONAL_SIZE, AdamW, Form, decode_first, decode_second, encode_first, encode_second
 from pipeline.hardware.moments_beside import Codes, main_memory, shared
-from pipeline.inner_step import Inner, OptimiserState, moment_bytes, moment_ratio
+from pipeline.inner_step import Inner, OptimiserState, moment_bytes, moment_ratio, orthogonalise
 from pipeline.stage import Stage
 
 CODED = INNER._replace(state="int8")
@@ -40,10 +40,10 @@ def drawn(seed: int, *shape: int, spread: float = 2.0) -> Tensor:
 
 
 def optimiser(
-    inner: Inner = CODED, *shapes: tuple[int, ...], seed: int = 0, beside: int = 0
+    inner: Inner = CODED, *shapes: tuple[int, ...], seed: int = 0, beside: int = 0, orthogonal: int = 0
 ) -> tuple[AdamW, list[nn.Parameter]]:
     weights = [nn.Parameter(drawn(seed + n, *shape, spread=0.0)) for n, shape in enumerate(shapes)]
-    return AdamW(weights, inner, CPU, beside=beside), weights
+    return AdamW(weights, inner, CPU, beside=beside, orthogonal=weights[:orthogonal]), weights
 
 
 def train(stepping: AdamW, weights: list[nn.Parameter], steps: int, seed: int) -> None:
@@ -216,12 +216,12 @@ def test_moments_of_another_form_are_refused(own: Inner) -> None:
     assert all(map(torch.equal, before, stepping.moments()))
 
 
-def train_stage(inner: Inner) -> tuple[Stage, list[float]]:
+def train_stage(inner: Inner, steps: int = 25) -> tuple[Stage, list[float]]:
     recipe = prepared("llama")
     [piece] = cuts(recipe, 1)
     stage, losses = make_stage(recipe, piece, inner=inner), []
     batch = drawn_ids(1, 4, 17)
-    for _ in range(25):
+    for _ in range(steps):
         losses.append(stage.loss(batch[:, :-1], batch[:, 1:]).loss)
         stage.step(1e-2, 1)
     return stage, losses
@@ -248,10 +248,69 @@ def test_where_torch_cannot_compile_the_plain_body_steps(monkeypatch: pytest.Mon
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(torch, "compile", lambda _: fails)
-    assert adamw.compiled(CPU) is None
+    form = Form((torch.float32,), torch.float32)
+    assert adamw.compiled(CPU, form) is None
     adamw.compiled.cache_clear()
     monkeypatch.setattr(torch, "compile", lambda function: function)
-    assert adamw.compiled(CPU) is adamw.move
+    assert adamw.compiled(CPU, form) is adamw.move
     monkeypatch.setattr(AdamW, "compiled", property(lambda _: False, lambda *_: None), raising=False)
     stage, losses = train_stage(CODED)
     assert stage.statistics()["uncompiled_steps"] == len(losses)
+
+
+@given(seed=seeds, shape=st.sampled_from([(40, 300), (300, 40), (64, 64), (3, 20, 50)]))
+def test_singular_values_become_nearly_one(seed: int, shape: tuple[int, ...]) -> None:
+    given = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    found = given.clone()
+    orthogonalise(found)
+    left, values, right = torch.linalg.svd(given, full_matrices=False)
+    sure = (values > 0.02 * values.amax(-1, keepdim=True)).all()
+    turned = left.mT @ found @ right.mT
+    assert not sure or bool(((turned.diagonal(dim1=-2, dim2=-1) - 0.9).abs() < 0.35).all())
+    assert torch.allclose(turned, torch.diag_embed(turned.diagonal(dim1=-2, dim2=-1)), atol=1e-4), "the same vectors"
+
+
+def test_nothing_becomes_nothing() -> None:
+    nothing = torch.zeros(5, 7)
+    orthogonalise(nothing)
+    assert not nothing.any()
+
+
+@given(
+    seed=seeds,
+    state=st.sampled_from(["float32", "int8"]),
+    shape=st.sampled_from([(20, 30), (33, 8), (3, 12, 9)]),
+    beside=st.sampled_from([0, 2**40]),
+)
+def test_an_orthogonal_step_is_of_the_step_that_adamw_would_take(
+    seed: int, state: str, shape: tuple[int, ...], beside: int
+) -> None:
+    inner, rate = INNER._replace(state=state, nesterov=True), 1e-2
+    (plain, plainly), (turned, turning) = (
+        optimiser(inner, shape, (5, 6), (4,), seed=seed, beside=beside, orthogonal=number) for number in (0, 1)
+    )
+    for step in range(3):
+        before = [weight.detach().clone() for weight in (plainly[0], turning[0])]
+        for number, pair in enumerate(zip(plainly, turning, strict=True)):
+            for weight in pair:
+                weight.grad = drawn(seed + 10 * step + number, *weight.shape, spread=0.3)
+        for stepping in (plain, turned):
+            stepping.step(rate)
+        moments = zip(plain.moments(), turned.moments(), strict=True)
+        assert all(torch.allclose(*pair, atol=1e-7) for pair in moments), "they are AdamW's"
+        kept = 1.0 - rate * inner.weight_decay
+        direction = plainly[0].detach() - kept * before[0]
+        orthogonalise(direction)
+        size = rate * ORTHOGONAL_SIZE * math.sqrt(max(shape[-2:]))
+        assert torch.allclose(turning[0].detach(), kept * before[1] + size * direction, atol=3e-4)
+        assert all(map(torch.equal, plainly[1:], turning[1:])), "other weights step as before"
+
+
+def test_a_stage_steps_the_matrices_of_its_layers_orthogonally() -> None:
+    stages = [train_stage(inner, steps=1)[0] for inner in (INNER, INNER._replace(orthogonal=True))]
+    begun = train_stage(INNER, steps=0)[0].weights()
+    for name, start, *found in zip(stages[0].names, begun, *(stage.weights() for stage in stages), strict=True):
+        inside = "layers" in name and start.ndim >= 2
+        assert torch.equal(*found) is not inside, name
+        if inside:
+            assert 0.1 < float((found[1] - start).square().mean().sqrt()) / 1e-2 < 0.3, name

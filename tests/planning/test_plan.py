@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from noloco_node.planning.bandwidth import PROBE_BYTES
 from noloco_node.planning.model_layout import ModelLayout, build_stage, inner_optimiser, model_layout
 from noloco_node.planning.plan import RunPlan, graphs_that_fit, mean_steps_per_round, memories, plan
 from noloco_node.planning.plan_text import describe, report
+from noloco_node.planning.throughput import Machines, stage_loads
 from noloco_node.planning.windows import MESSAGES
 from noloco_node.run.config import RunConfig
 from noloco_node.run.presets import PRESETS, run_text
@@ -205,6 +207,26 @@ def staged(run: RunConfig, layout: ModelLayout, number: int, half: torch.dtype |
 
 def test_stages_of_a_run_step_by_nesterovs_momentum() -> None:
     assert inner_optimiser(run_with()).nesterov
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("llama", LLAMA), ("mixtral", LLAMA | {"num_local_experts": 3})])
+def test_a_plan_counts_what_orthogonal_steps_take(family: str, sizes: dict[str, Any]) -> None:
+    plain, turned = (
+        run_with(family, sizes, pipeline={"stages": 1}, inner={"orthogonal": orthogonal})
+        for orthogonal in (False, True)
+    )
+    layout, line = model_layout(turned), {"up_bytes_per_s": 1e7, "down_bytes_per_s": 1e7, "latency_s": 0.05}
+    machines = Machines(count=2, gpu_bytes=2**30, ram_bytes=2**33, flops=1e12, **line)
+    shapes = [shape for name, shape in layout.shapes[0].items() if "layers" in name and len(shape) > 1]
+    inside = [shape for shape in shapes if shape != (3, 64)]  # without routers
+    assert list(layout.matrices[0]) == inside
+    # Five times X X', its square, and their product with X.
+    smaller = [(prod(shape[:-2]), *sorted(shape[-2:])) for shape in inside]
+    operations = sum(5 * count * (4 * a * a * b + 2 * a**3) for count, a, b in smaller)
+    (usual,), (found,) = (memories(run, layout) for run in (plain, turned))
+    assert found.computing - usual.computing == found.orthogonal_step == 6 * 4 * max(map(prod, inside))
+    (before,), (after,) = (stage_loads(run, layout, machines, [usual]) for run in (plain, turned))
+    assert after.device_s - before.device_s == pytest.approx(operations / 1e12 / 8)
 
 
 @given(

@@ -172,6 +172,7 @@ def test_it_loads_without_torch_or_transformers() -> None:
         (MODEL + "[outer]\noverlap_steps = 0\n", "outer.overlap_steps", "outer.blocking"),
         (MODEL + "[adapter]\nalpha = 8.0\n", "adapter.rank = 0", "16"),
         (MODEL + "[adapter]\nrank = 16\n", "adapter.rank = 16", "init --from DIR --lora"),
+        (ADAPTER + "[inner]\northogonal = true\n", "inner.orthogonal = true", "false"),
         (ADAPTER + "targets = []\n", "adapter.targets = []", "all-linear"),
         (ADAPTER + "targets = ['q_proj', 'q_proj']\n", "adapter.targets = 2 names", "all-linear"),
         (ADAPTER + "targets = ['q proj']\n", "adapter.targets.0", "q_proj"),

@@ -25,7 +25,7 @@ from noloco_node.planning.bandwidth import (
     microbatch_bytes,
 )
 from noloco_node.planning.plan import graphs_that_fit, mean_steps_per_round, memories
-from noloco_node.planning.throughput import BUS_BYTES_PER_S, coding_seconds
+from noloco_node.planning.throughput import BUS_BYTES_PER_S, coding_seconds, orthogonal_seconds
 from noloco_node.run.config import InnerConfig, ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.runfile import load_run, validate
 from noloco_node.sim.hardware.priced_stage import Prices
@@ -261,7 +261,7 @@ def _prices(scenario: Scenario, run: RunConfig, plan: ModelLayout | None) -> tup
             Prices(
                 forward_s=tokens * flops / per_s,
                 backward=plan.backward,
-                step_s=devices.step_s,
+                step_s=devices.step_s + orthogonal_seconds(run, plan, number, per_s),
                 coding_s=coding_s * ((number > 0) + (not run.pipeline.is_last(number))),
             )
             for number, flops in enumerate(plan.work)
@@ -281,6 +281,6 @@ def _prices(scenario: Scenario, run: RunConfig, plan: ModelLayout | None) -> tup
                 "more stages, or a larger devices.memory_gib",
             )
         kept = graphs_that_fit(int(free), memory.computing, memory.graphs, run.pipeline.in_flight(number))
-        step_s = devices.step_s + memory.moments_beside / BUS_BYTES_PER_S
+        step_s = prices[number].step_s + memory.moments_beside / BUS_BYTES_PER_S
         found.append(prices[number]._replace(step_s=step_s, graphs=kept.number, by_layers=kept.by_layers))
     return tuple(found)

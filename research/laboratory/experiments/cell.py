@@ -37,7 +37,7 @@ Prose = Literal["prose"]
 """The text that only runs under `Conditions` or with `Adapters` use beside the library's."""
 Sharding = Literal["alike", "fixed", "sampled"]
 Discount = Literal["none", "poly", "threshold"]
-Optimiser = Literal["adamw", "adamw_08", "adamw_nesterov", "muon"]
+Optimiser = Literal["adamw", "adamw_08", "adamw_nesterov", "muon", "orthogonal"]
 Line = Literal["1000/1000", "100/100", "100/20", "20/5"]
 """Mbit/s down and up; the last one stalls now and then."""
 
@@ -121,6 +121,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     `fine_tuning`: what the merged model is trained on at the end; its losses there are among the notes of the result.
     `optimiser`: by what replicas step inside; all held-out text is then scored at the end. None: by AdamW.
     "adamw_08": AdamW with 0.8 for beta1 instead of 0.9. "adamw_nesterov": AdamW that steps by Nesterov's momentum.
+    "orthogonal": the same, with the steps of the layers' matrices orthogonal (`inner.orthogonal`).
     """
 
     method: Method

@@ -19,7 +19,7 @@ METHODS = {"mean": "a synchronous mean", "gossip_weighed": "asynchronous gossip"
 """As `rivals` has them, with the same choices."""
 OPTIMISERS: tuple[Optimiser, ...] = get_args(Optimiser)
 TEXTS: tuple[Corpus, ...] = get_args(Corpus)
-RATES = (5e-3, 1e-2, 2e-2)
+RATES = (5e-3, 1e-2, 2e-2, 4e-2, 8e-2)
 
 
 def recipe_name(method: str, optimiser: Optimiser, text: Corpus) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from gossip.rounds.matching import steps_per_round
@@ -246,7 +247,9 @@ def _fresh(cell: Cell, run: RunConfig, plan: ModelLayout) -> list[Stage]:
         return [MuonStage(run, plan)]
     if cell.adapters is not None:
         return adapted_stages(cell, run, plan)
-    return open_stages(run, plan, nesterov=cell.optimiser == "adamw_nesterov")
+    if cell.optimiser == "orthogonal":
+        run = replace(run, inner=replace(run.inner, orthogonal=True))
+    return open_stages(run, plan, nesterov=cell.optimiser in ("adamw_nesterov", "orthogonal"))
 
 
 def mean_of(models: Sequence[Model], weights: Sequence[int] | None = None) -> Model:

@@ -15,6 +15,7 @@ SAID: dict[Optimiser, str] = {
     "adamw_08": "AdamW, beta1 0.8",
     "adamw_nesterov": "AdamW, Nesterov",
     "muon": "Muon",
+    "orthogonal": "AdamW, orthogonal",
 }
 HEADER = ("method", "optimiser", "rate", "loss", "less AdamW's", "less the mean's")
 
