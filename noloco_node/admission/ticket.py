@@ -73,7 +73,7 @@ def identity_errors(path: Path) -> AbstractContextManager[None]:
 
 
 def read_key(identity: Path) -> Ed25519PrivateKey | None:
-    """Return the private key of an identity file; None where there is none, or one of another type than our own.
+    """Return the private key of an identity file; None where there is none, or one that is damaged or of another type.
 
     Raises `UserError` (STORAGE) if the file cannot be read.
     """
@@ -83,7 +83,8 @@ def read_key(identity: Path) -> Ed25519PrivateKey | None:
         raw = identity.read_bytes()
     if not raw.startswith(KEY_HEADER) or len(raw) != len(KEY_HEADER) + 2 * KEY_BYTES:
         return None
-    return Ed25519PrivateKey.from_private_bytes(raw[len(KEY_HEADER) : -KEY_BYTES])
+    key = Ed25519PrivateKey.from_private_bytes(raw[len(KEY_HEADER) : -KEY_BYTES])
+    return key if key.public_key().public_bytes_raw() == raw[-KEY_BYTES:] else None
 
 
 def peer_of_file(identity: Path) -> str | None:

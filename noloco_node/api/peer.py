@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import fields
 from functools import partial
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
@@ -14,6 +15,7 @@ from weakref import WeakMethod
 from noloco_node.api.loop_thread import LoopThread
 from noloco_node.cli.join import check_options, take_part
 from noloco_node.cli.options import JoinOptions, default_home, invite_text
+from noloco_node.errors import usage_error
 from noloco_node.journal import events
 from noloco_node.machine.signals import Departure
 from noloco_node.run.peer_state import PeerState
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from noloco_node.cli.join import PrepareMachine
 
 STAYS_S = 10.0**9  # a peer serves its weights until it is asked to leave
+_NOT_FOR_PROGRAMS = {"linger", "devices"}  # options of the command that a node in a program has not
 
 
 class PeerOptions(TypedDict, total=False):
@@ -69,6 +72,9 @@ def parsed(invite: str | PathLike[str], options: Mapping[str, object]) -> tuple[
     Raises `UserError` for what cannot be read.
     """
     given: dict[str, Any] = dict(options)
+    if unknown := given.keys() - {each.name for each in fields(JoinOptions)} | given.keys() & _NOT_FOR_PROGRAMS:
+        hint = "the options of `noloco-node join`, such as max_upload for --max-upload (docs/python.md)"
+        raise usage_error(f"There is no option {min(unknown)}.", "a misspelt one would silently do nothing", hint)
     paths = {name: given[name] for name in ("home", "weights") if isinstance(given.get(name), str | PathLike)}
     given |= {name: typed(path) for name, path in paths.items()}
     if isinstance(given.get("data"), PathLike):

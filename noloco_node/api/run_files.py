@@ -141,15 +141,19 @@ def _whole(field: str, value: object) -> int:
 
 
 def _text(table: Mapping[str, Any]) -> str:
+    plain = [_line("", key, value) for key, value in table.items() if not isinstance(value, Mapping)]
+    for section, values in table.items():
+        if isinstance(values, Mapping):
+            plain += ["", f"[{_key(section)}]", *(_line(f"{section}.", key, value) for key, value in values.items())]
+    return "\n".join(plain) + "\n"
+
+
+def _line(section: str, key: object, value: object) -> str:
     try:
-        plain = [f"{_key(key)} = {toml(value)}" for key, value in table.items() if not isinstance(value, Mapping)]
-        for section, values in table.items():
-            if isinstance(values, Mapping):
-                plain += ["", f"[{_key(section)}]", *(f"{_key(key)} = {toml(value)}" for key, value in values.items())]
+        return f"{_key(key)} = {toml(value)}"
     except TypeError as error:
         hint = "numbers, texts, lists and dictionaries of Python; float(x) makes one of another library's number"
-        raise config_error("A field cannot be written into a run file.", str(error), hint) from error
-    return "\n".join(plain) + "\n"
+        raise config_error(f"{section}{key} cannot be written into a run file.", str(error), hint) from error
 
 
 def _key(name: object) -> str:

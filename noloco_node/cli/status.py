@@ -102,7 +102,9 @@ def picture(recipe: RunFileText, roster: Roster, late: Mapping[str, float] = Map
     text = io.StringIO()
     console = Console(file=text, width=max(80, shutil.get_terminal_size().columns))
     # Names and figures fit eighty columns; words follow on lines of their own.
-    title = f"{recipe.run.name} ({recipe.digest[:12]}), {view.progress:.1%} of the token budget"
+    is_known = view.progress > 0.0 or any(roster.stages)
+    done = f"{view.progress:.1%} of the token budget" if is_known else "nobody is there to say how far it is"
+    title = f"{recipe.run.name} ({recipe.digest[:12]}), {done}"
     console.print(_peer_table(title, roster))
     console.print(f"{view.tokens_per_s:,.0f} tokens/s, {time_left(view)}. {_said(view.bottleneck)}", highlight=False)
     peers = sorted((record for stage in roster.stages for record in stage), key=lambda record: record.peer)

@@ -226,10 +226,11 @@ def _identity(home: Path) -> Finding:
         path.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         ensure_identity(path.identity)
         peer = peer_of_file(path.identity)
-    except (OSError, UserError) as error:
-        why = error.why if isinstance(error, UserError) else reason_of(error)
-        return fail("identity", why, "another --home, on a disk that you may write to")
-    return ok("identity", f"you are {peer}" if peer else f"{path.identity}, a key of another type than Ed25519")
+    except UserError as error:
+        return fail("identity", error.why, error.hint)
+    except OSError as error:
+        return fail("identity", reason_of(error), "another --home, on a disk that you may write to")
+    return ok("identity", f"you are {peer}")
 
 
 def _device(wish: str) -> tuple[Finding, int | None]:

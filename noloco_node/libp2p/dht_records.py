@@ -26,7 +26,6 @@ from pathlib import Path
 import msgspec
 
 from noloco_node.admission.ticket_service import Quota
-from noloco_node.errors import config_error
 from noloco_node.libp2p.addresses import RELAYS_KEY, PeerAddress
 from noloco_node.libp2p.control import Control
 from noloco_node.libp2p.hivemind_compat import CALLER, CallRules, DaemonClient, DhtNode, HivemindParts, PeerId
@@ -220,12 +219,7 @@ class DhtRecords:
     def _sign(self, key: str, expiry: float, content: bytes) -> bytes:
         if self._signer is None:
             self._signer = read_signer(self._identity)
-        if self._signer is None:
-            raise config_error(
-                "The records of this peer cannot be signed.",
-                why=f"the key in {self._identity} is not an Ed25519 key",
-                hint="move the file away to become a new peer; the weights in the home directory stay",
-            )
+            assert self._signer is not None, "the network was opened with it"
         return self._signer.signed(place_of(key), expiry, content)
 
     async def close(self) -> None:

@@ -209,8 +209,6 @@ async def preflight(
 async def _check_identity(control: Control, identity: Path) -> None:
     """Raise `UserError` if a peer with this identity answers in the swarm. One that is cut off is not found."""
     ours = peer_bytes(identity)
-    if ours is None:
-        return
     pb = control.parts.messages
     wanted = pb.Request(type=pb.Request.CONNECT, connect=pb.ConnectRequest(peer=ours, addrs=[]))
     for _ in range(_SEARCHES):

@@ -1,7 +1,7 @@
 """What one peer's network is opened with: its settings, the key that makes its peer id, the secret of its run.
 
 **Identity**: an Ed25519 key in a file that holds libp2p's `PrivateKey` protobuf (key type, then seed and public key),
-which the daemon reads. Files of other key types, such as the RSA ones that hivemind writes, work as well. The file is
+which the daemon reads. Keys of other types, such as the RSA ones that hivemind writes, sign no records. The file is
 created once, readable by its owner alone, whole or not at all, so the peer id survives restarts.
 
 **Secret**: libp2p tells every caller which protocols a peer speaks. So their names follow from the run's id one way:
@@ -22,8 +22,8 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission.admission_state import AdmissionState
-from noloco_node.admission.ticket import ID_HEADER, KEY_HEADER, identity_errors
-from noloco_node.errors import config_error
+from noloco_node.admission.ticket import ID_HEADER, KEY_HEADER, identity_errors, read_key
+from noloco_node.errors import UserError, config_error
 from noloco_node.network.timeouts import PeerLiveness, TimeoutBounds
 from noloco_node.network.wire import WIRE_VERSION
 from noloco_node.storage import atomic_file
@@ -131,27 +131,25 @@ def ensure_identity(path: Path) -> bool:
     """Create the key file unless it is there, and say whether it was; `UserError` when it cannot be used."""
     with identity_errors(path):
         if path.exists():
-            _check(path)
+            if read_key(path) is None:
+                raise _damaged(path)
             return True
         key = Ed25519PrivateKey.generate()
         atomic_file.write(path, KEY_HEADER + key.private_bytes_raw() + key.public_key().public_bytes_raw())
         return False
 
 
-def peer_bytes(path: Path) -> bytes | None:
-    """Return the peer id that a key file makes, in bytes; None for keys of other types than our own.
+def peer_bytes(path: Path) -> bytes:
+    """Return the peer id that a key file makes, in bytes.
 
     An Ed25519 id is the multihash `identity` of the public key in libp2p's protobuf: the key itself.
     """
-    key = path.read_bytes()
-    return ID_HEADER + key[-32:] if key.startswith(KEY_HEADER) else None
+    return ID_HEADER + path.read_bytes()[-32:]
 
 
-def _check(path: Path) -> None:
-    key = path.read_bytes()
-    if len(key) < 36 or key[:1] != b"\x08" or (key.startswith(KEY_HEADER) and len(key) != 68):
-        raise config_error(
-            "The identity of this peer is damaged.",
-            why=f"{path} holds {len(key)} bytes that are no libp2p private key",
-            hint="restore it from a backup, or delete it to become a new peer",
-        )
+def _damaged(path: Path) -> UserError:
+    return config_error(
+        "The identity of this peer is damaged.",
+        why=f"{path} holds no Ed25519 key of libp2p, or one whose halves do not belong together",
+        hint="restore it from a backup, or delete it to become a new peer; the weights in the home stay",
+    )

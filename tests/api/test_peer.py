@@ -71,6 +71,10 @@ def test_what_cannot_be_read_is_refused_at_once(tmp_path: Path) -> None:
     assert refused.value.code is Exit.CONFIG
     with pytest.raises(UserError, match="10 parsecs"):
         noloco_node.join("no invite", home=tmp_path, max_upload="10 parsecs")
+    for name in ("max_uplaod", "linger", "devices"):
+        with pytest.raises(UserError, match=f"There is no option {name}") as refused:
+            noloco_node.join("no invite", **{"home": tmp_path, name: 1})
+        assert refused.value.code is Exit.USAGE
     numbers = [("refresh", each) for each in (-1, math.nan, math.inf)] + [("keep", each) for each in (0, 2.5, True)]
     for name, number in [*numbers, ("threads", "all"), ("stage", -1), ("stage", 0.5)]:
         with pytest.raises(UserError, match="cannot be used"):

@@ -153,7 +153,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path, model: Any, what: str) -> N
     [None, {"inner": 5}, {"name": {"steps": 1}}, *({"inner": {"clip_norm": each}} for each in (object(), None))],
 )
 def test_what_no_run_file_can_hold_is_refused(tmp_path: Path, sections: Any) -> None:
-    with pytest.raises(UserError, match=r"sections (has|is)|cannot be written into a run file"):
+    with pytest.raises(UserError, match=r"sections (has|is)|^inner.clip_norm cannot be written into a run file"):
         noloco_node.init(tmp_path / "run.toml", nn.Linear(2, 1), steps=10, sections=sections)
     assert not list(tmp_path.iterdir())
 

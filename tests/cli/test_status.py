@@ -58,6 +58,12 @@ def test_everything_is_shown_within_eighty_columns() -> None:
     assert "nobody" in shown
 
 
+def test_where_nobody_is_the_run_is_not_said_to_be_at_its_beginning() -> None:
+    """Its peers may all have left at the end."""
+    for roster in (Roster(stages=((), ())), Roster(stages=((record("abcdefgh"),), ()))):
+        assert ("of the token budget" in picture(recipe(), roster)) == any(roster.stages)
+
+
 def test_who_is_late_with_its_news_is_marked() -> None:
     roster = Roster(stages=((record("abcdefgh"), record("ijklmnop")), ()))
     assert "No news" not in picture(recipe(), roster)

@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S, PATIENT, RECORD_S
 
-from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import dht_records, record_checks
-from noloco_node.libp2p.dht_records import DhtRecords, next_expiry
+from noloco_node.libp2p.dht_records import next_expiry
 from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.record_checks import (
@@ -31,7 +30,7 @@ from noloco_node.libp2p.record_checks import (
     place_of,
     read_signer,
 )
-from noloco_node.libp2p.settings import NetworkSettings, RunSecret, ensure_identity, peer_bytes
+from noloco_node.libp2p.settings import NetworkSettings, ensure_identity, peer_bytes
 
 KEY = "run/stage/0"
 PLACE = place_of(KEY)
@@ -44,7 +43,6 @@ class Identity:
         ensure_identity(path)
         signer, raw = read_signer(path), peer_bytes(path)
         assert signer is not None
-        assert raw is not None
         self.signer: Signer = signer
         self.name = str(load_hivemind().PeerID(raw).to_base58())
 
@@ -230,14 +228,6 @@ def test_all_that_is_kept_together_is_bounded() -> None:
     taken = sum(store(dht_id(number // 3), str(number % 3), value, soon) for number in range(300))
     assert 2**27 - 2**21 < taken * len(value) <= 2**27
     assert store(dht_id(0), "0", value, soon + 1.0), "who is in may speak again"
-
-
-def test_a_key_of_another_kind_cannot_sign(tmp_path: Path) -> None:
-    (tmp_path / "identity").write_bytes(b"\x08\x00\x12" + bytes(300))
-    records = DhtRecords(None, tmp_path / "identity", RunSecret("run"), NetworkSettings(run="run"))  # type: ignore[arg-type] # it is refused before it asks
-    with pytest.raises(UserError, match="cannot be signed") as trouble:
-        asyncio.run(records.publish(KEY, "me", b"x", 30.0))
-    assert trouble.value.code is Exit.CONFIG
 
 
 @pytest.mark.network

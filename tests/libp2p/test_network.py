@@ -25,7 +25,7 @@ import pytest
 import torch
 import uvloop
 from handlers import echo
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S, PATIENT, RECORD_S
 from sample_messages import Ask
@@ -46,7 +46,7 @@ from noloco_node.libp2p.hivemind_compat import ignore_orphaned_waits
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.reachability import DialBackReply, DialMe
 from noloco_node.libp2p.relays import Grant
-from noloco_node.libp2p.settings import NetworkSettings, Reachability, TimeoutSettings
+from noloco_node.libp2p.settings import NetworkSettings, Reachability, TimeoutSettings, ensure_identity
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema, TensorSpec
 
@@ -457,9 +457,26 @@ def test_an_identity_survives_and_a_damaged_one_is_refused(tmp_path: Path) -> No
     assert (tmp_path / "identity").stat().st_mode & 0o777 == 0o600
     run(name())
     assert names[0] == names[1]
-    (tmp_path / "identity").write_bytes(b"\x08\x01\x12\x40 short")
-    assert trouble_of(identity=tmp_path / "identity").code is Exit.CONFIG  # no other start would end otherwise
     assert trouble_of(identity=tmp_path / "absent" / "identity").code is Exit.STORAGE
+
+
+@settings(max_examples=60)
+@given(st.binary(max_size=80) | st.integers(0, 68 * 8 - 1) | st.just(b"\x08\x00\x12" + bytes(300)))
+def test_a_damaged_identity_is_refused_whatever_bit_of_it_is_wrong(
+    tmp_path_factory: pytest.TempPathFactory, damage: bytes | int
+) -> None:
+    """A peer whose key has one wrong bit was told that all others belong to another run."""
+    path = tmp_path_factory.mktemp("damaged") / "identity.key"
+    assert not ensure_identity(path)
+    assert ensure_identity(path)
+    if isinstance(damage, int):
+        key = bytearray(path.read_bytes())
+        key[damage // 8] ^= 1 << damage % 8
+        damage = bytes(key)
+    path.write_bytes(damage)
+    with pytest.raises(UserError, match="is damaged") as trouble:
+        ensure_identity(path)
+    assert trouble.value.code is Exit.CONFIG, "no other start would end otherwise"
 
 
 async def test_a_copied_identity_is_noticed_at_the_start(tmp_path: Path) -> None:
@@ -583,7 +600,8 @@ def test_a_start_that_is_cancelled_leaves_nothing() -> None:
     run(main(), uvloop.new_event_loop)
 
 
-def test_a_daemon_that_ends_at_once_is_quoted(tmp_path: Path) -> None:
+def test_a_daemon_that_ends_at_once_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libp2p_network, "ensure_identity", lambda path: True)
     (tmp_path / "identity").write_bytes(b"\x08" + b"x" * 60)
     trouble = trouble_of(identity=tmp_path / "identity")
     assert trouble.code is Exit.DAEMON

@@ -276,7 +276,6 @@ def tried_keys(path: Path, place: bytes, count: int, settings: NetworkSettings) 
         identity = path / str(number)
         ensure_identity(identity)
         peer = peer_bytes(identity)
-        assert peer is not None
         node = secret.code("node", peer)[: len(place)]
         found.append((int.from_bytes(node) ^ int.from_bytes(place), identity))
     return [identity for _, identity in sorted(found)[:count]]
