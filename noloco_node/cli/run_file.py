@@ -257,7 +257,7 @@ def write_run(
     key = make_key(path)
     write_text(path, with_owner(text, public_half(key), rule), overwrite=overwrite)
     save_key(path, key)
-    owner = f"Wrote {key_file(path)}, the key of this run's owner, for nobody else."
+    owner = f"{key_file(path)} is the key of this run's owner, for nobody else."
     return f"Wrote {path}.\n{owner}\n{advice}{expected}"
 
 

@@ -79,8 +79,9 @@ def test_the_key_is_its_owner_s_alone_and_not_in_the_run_file(tmp_path: Path) ->
     assert path.read_text().strip() not in owner.run.read_text()
     # The same key again: what was signed with it stays good.
     before = path.read_bytes()
-    owner.call("init", str(owner.run), "--force", "--admission", "open")
+    said = owner.call("init", str(owner.run), "--force", "--admission", "open")
     assert path.read_bytes() == before
+    assert f"Wrote {path}" not in said.replace("\n", " ")
     save_key(owner.run, make_key(tmp_path / "another.toml"))
     assert path.read_bytes() == before
 
