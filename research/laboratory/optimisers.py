@@ -1,4 +1,4 @@
-"""AdamW and Muon inside replicas: what each brings to gossip and to a mean, each at its own rate.
+"""AdamW, Muon and orthogonal steps inside replicas: what each brings to gossip and to a mean, each at its own rate.
 
 
     python -m research.laboratory.optimisers  what is due
