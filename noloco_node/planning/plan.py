@@ -317,7 +317,10 @@ def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool, splits:
         optimiser=2 * sum(moment_bytes(shape, run.inner.state) for shape in shapes),
         coded_moments=sum(2 * moment_bytes(shape, "int8") for shape in shapes if is_coded(shape, run.inner.state)),
         moments_beside=0,
-        orthogonal_step=max((orthogonal_bytes(shape, multiplied) for shape in drawn.matrices[number]), default=0)
+        # Stages take it in bfloat16 or float32, never in float16.
+        orthogonal_step=max(
+            (orthogonal_bytes(shape, 2 if half and splits else 4) for shape in drawn.matrices[number]), default=0
+        )
         if run.inner.orthogonal
         else 0,
         slow_weights=once,

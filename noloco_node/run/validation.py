@@ -386,7 +386,7 @@ def _inner(run: config.RunConfig) -> Iterator[Problem]:
     wrong = partial(_wrong, "inner", inner)
     if inner.orthogonal and (run.adapter.is_trained or run.model.is_foreign):
         what = "trains adapters" if run.adapter.is_trained else "trains a foreign module"
-        why = f"the run {what}, and it is for the matrices of a model's decoder layers"
+        why = f"the run {what}; orthogonal steps are for the matrices of a model's decoder layers"
         yield Problem("inner.orthogonal", "true", why, "false")
     if not 0 <= inner.warmup_steps < inner.steps:
         why = f"the run takes {inner.steps} inner steps, and would end before its warm-up does"

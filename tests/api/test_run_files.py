@@ -87,6 +87,7 @@ def test_a_file_that_is_there_stays(tmp_path: Path) -> None:
         ({"steps": 1, "every": 2.5}, "every"),
         ({"steps": 1, "batch": 5000}, "pipeline.microbatch_size"),
         ({"steps": 1, "codec": "int3"}, "outer.codec"),
+        ({"steps": 1, "sections": {"inner": {"orthogonal": True}}}, "inner.orthogonal"),
         ({"steps": 1, "sections": {"pipeline": {"stages": 2}}}, "pipeline.stages"),
         ({"steps": 1, "sections": {"pipeline": {"microbatches_per_step": 2}}}, "pipeline.microbatches_per_step"),
     ],

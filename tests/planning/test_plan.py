@@ -225,6 +225,8 @@ def test_a_plan_counts_what_orthogonal_steps_take(family: str, sizes: dict[str, 
     operations = sum(5 * count * (4 * a * a * b + 2 * a**3) for count, a, b in smaller)
     (usual,), (found,) = (memories(run, layout) for run in (plain, turned))
     assert found.computing - usual.computing == found.orthogonal_step == 6 * 4 * max(map(prod, inside))
+    (bfloat16,), (float16,) = (memories(turned, layout, half=True, splits=splits) for splits in (True, False))
+    assert 2 * bfloat16.orthogonal_step == float16.orthogonal_step == found.orthogonal_step
     (before,), (after,) = (stage_loads(run, layout, machines, [usual]) for run in (plain, turned))
     assert after.device_s - before.device_s == pytest.approx(operations / 1e12 / 8)
 
