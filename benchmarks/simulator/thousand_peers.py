@@ -51,9 +51,9 @@ def simulated(options: argparse.Namespace) -> dict[str, Any]:
     from noloco_node.sim.scenario.scenario import DevicesConfig, NetworkConfig, Scenario, SwarmConfig
     from noloco_node.sim.scenario.setup import build_setup
     from noloco_node.sim.world import World, simulate
-    from noloco_node.swarm import membership, shards
+    from noloco_node.swarm import shards, stage_division
 
-    for module in (membership, shards):
+    for module in (shards, stage_division):
         vars(module).update(zip(("LEAST_IN_SHARD", "MOST_IN_SHARD"), options.shards, strict=True))
     torch.set_num_threads(1)
     scenario = Scenario(

@@ -12,7 +12,7 @@ from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import World, simulate
-from noloco_node.swarm import membership, shards
+from noloco_node.swarm import shards, stage_division
 
 REPLICAS, STEPS = 34, 12
 SWARM = f"""
@@ -53,7 +53,7 @@ class Watch:
 
 def test_a_run_whose_rosters_are_samples_comes_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Smaller shards than in production, else 520 nodes would be needed. Nobody knows all of a stage."""
-    for module in (shards, membership):
+    for module in (shards, stage_division):
         monkeypatch.setattr(module, "MOST_IN_SHARD", 16)
         monkeypatch.setattr(module, "LEAST_IN_SHARD", 4)
     seen: list[Watch] = []
