@@ -18,18 +18,16 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import shake_256
 from itertools import pairwise
 from math import isqrt
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from pipeline.adapters.lora import Adapter
 
@@ -319,85 +317,3 @@ def initialise(whole: Any, anatomy: DecoderParts, seed: int, tied_to: nn.Module 
     unfilled = [name for name, weight in whole.named_parameters() if weight.isnan().any()]
     if unfilled:
         raise ValueError(f"{type(whole).__name__} has no rule for the initial weights of {', '.join(unfilled)}")
-
-
-class Slice(nn.Module):
-    """One stage's part of a decoder, under the parameter names of the whole. `head`: that of its vocabulary head.
-
-    `fixed`: what it knows of a token whose activations come in a subspace.
-    """
-
-    def __init__(self, whole: Any, cut: Cut, head: str) -> None:
-        super().__init__()
-        for name, child in whole.named_children():
-            self.add_module(name, child)
-        # In a tuple, so that the model that we call is not registered as a part of us under a second name.
-        self._whole = (whole,)
-        self.cut = cut
-        self.head = head
-        subspace = None if cut.embeds else cut.subspace
-        self.fixed = None if subspace is None else TokenFeatures(whole.config, subspace)
-
-    def compute_layers_again(self) -> None:
-        """Have each layer keep its input alone for the backward pass, and compute itself again there.
-
-        It takes the weights that it was called with, whatever the module holds by then.
-        """
-        (whole,) = self._whole
-        layers = whole.get_submodule(self._layers())
-        for layer in list(layers)[self.cut.first_layer : self.cut.end_layer]:
-            _compute_again(layer)
-
-    def layer_matrices(self) -> list[str]:
-        """Return the names of the matrices that its decoder layers multiply by, in order; those of experts as well."""
-        inside, multiplied = f"{self._layers()}.", multiplied_weights(self)
-        return [name for name, _ in self.named_parameters() if name.startswith(inside) and name in multiplied]
-
-    def _layers(self) -> str:
-        (whole,) = self._whole
-        return layer_list(whole, int(whole.config.num_hidden_layers))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # The whole model is not a part of us; what it holds itself must come along when we are moved.
-        (whole,) = self._whole
-        whole._buffers |= {name: fn(buffer) for name, buffer in whole._buffers.items() if buffer is not None}
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
-
-    def forward(
-        self, hidden: Tensor, tokens: Tensor | None = None, positions: Tensor | None = None, *, logits: bool = True
-    ) -> Tensor:
-        """Map ids [b, s] (int64, an embedding stage) or [b, s, width] to [b, s, width], or to logits at the head.
-
-        `tokens`, `positions`: as in `forward_pass.Known`. Without `logits`: to what the head is given.
-        """
-        (whole,), logits = self._whole, logits and self.cut.head
-        called = whole if logits else whole.base_model
-        # Without a mask, attention ends where positions begin anew.
-        in_rows = {} if positions is None else {"position_ids": positions}
-        if self.cut.embeds:
-            result = called(input_ids=hidden, use_cache=False, **in_rows)
-        else:
-            if self.fixed is not None:
-                hidden = torch.cat((hidden, self.fixed(tokens)), -1)
-            result = called(inputs_embeds=hidden, use_cache=False, **in_rows)
-        output: Tensor = result.logits if logits else result.last_hidden_state
-        subspace = None if self.cut.head else self.cut.subspace
-        return output if subspace is None else output[..., : subspace.numbers]
-
-
-def _compute_again(layer: nn.Module) -> None:
-    once = layer.forward
-
-    def plain(weights: dict[str, Tensor], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        layer.forward = once
-        try:
-            return functional_call(layer, weights, args, named)
-        finally:
-            layer.forward = kept
-
-    def kept(*args: Any, **named: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return once(*args, **named)
-        return checkpoint(plain, dict(layer.named_parameters()), args, named, use_reentrant=False)
-
-    layer.forward = kept

@@ -30,7 +30,6 @@ from pipeline.decoder_slice import (
     Cut,
     DecoderParts,
     NotSliceableError,
-    Slice,
     Subspace,
     TokenFeatures,
     alone_in_process,
@@ -42,6 +41,7 @@ from pipeline.decoder_slice import (
     multiplied_weights,
     widened,
 )
+from pipeline.forward_pass import Slice
 from pipeline.model_config import Config, Prepared, longest_sequence, prepare, tiny_config
 
 _DRAWS = ("normal_", "uniform_", "kaiming_uniform_")  # by which torch's modules draw their first weights

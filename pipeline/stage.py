@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.adamw import AdamW
-from pipeline.decoder_slice import Slice
-from pipeline.forward_pass import StagePasses, StageSettings, or_memory_error
+from pipeline.forward_pass import Slice, StagePasses, StageSettings, or_memory_error
 from pipeline.hardware.split_weights import Split, join, split, values_of
 from pipeline.hardware.upload import PART, Upload
 from pipeline.inner_step import Inner, OptimiserState, StepReport

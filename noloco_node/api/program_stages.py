@@ -20,8 +20,8 @@ from noloco_node.errors import UserError, config_error
 from noloco_node.planning.foreign_layout import ForeignLayout, ForeignWeights, foreign_layout
 from noloco_node.planning.model_layout import with_optimiser
 from noloco_node.run.config import RunConfig
-from pipeline.decoder_slice import Cut, Slice
-from pipeline.forward_pass import StageSettings
+from pipeline.decoder_slice import Cut
+from pipeline.forward_pass import Slice, StageSettings
 from pipeline.stage import Stage
 
 BuildStage: TypeAlias = Callable[[int], nn.Module]

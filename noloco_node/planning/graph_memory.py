@@ -25,8 +25,8 @@ from noloco_node.machine.memory import GraphBytes, SavedTensors
 from noloco_node.planning.model_layout import ModelLayout
 from noloco_node.run.config import PipelineConfig
 from pipeline.adapters.lora import Adapter
-from pipeline.decoder_slice import Cut, Slice, find_decoder_parts, multiplied_weights
-from pipeline.forward_pass import LOGITS
+from pipeline.decoder_slice import Cut, find_decoder_parts, multiplied_weights
+from pipeline.forward_pass import LOGITS, Slice
 from pipeline.model_config import Config, Prepared
 from pipeline.partition import empty_slice, skeleton
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipeline.adapters.frozen_weights import Form
-    from pipeline.decoder_slice import Cut, Slice
-    from pipeline.forward_pass import StageSettings
+    from pipeline.decoder_slice import Cut
+    from pipeline.forward_pass import Slice, StageSettings
     from pipeline.inner_step import Inner
     from pipeline.stage import Stage
 

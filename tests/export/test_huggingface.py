@@ -31,7 +31,7 @@ from noloco_node.inference.generation import generate
 from noloco_node.run.config import DataConfig, ModelConfig
 from noloco_node.run.presets import demo_run_text
 from noloco_node.storage.weight_store import WeightFile
-from pipeline.decoder_slice import Slice
+from pipeline.forward_pass import Slice
 from pipeline.model_config import Prepared, family_config, prepare
 from pipeline.partition import build, cut
 

@@ -16,8 +16,8 @@ from torch.nn import functional
 from noloco_node.machine.memory import SavedTensors
 from pipeline.adapters.frozen_weights import NF4_BLOCK, Form, FrozenLinear, coded, load
 from pipeline.adapters.lora import ALL_LINEAR, AdaptedLinear, Adapter, drawn, ordinary
-from pipeline.decoder_slice import Cut, Slice
-from pipeline.forward_pass import StageSettings
+from pipeline.decoder_slice import Cut
+from pipeline.forward_pass import Slice, StageSettings
 from pipeline.model_config import Prepared, family_config, prepare
 from pipeline.partition import adapter_targets, build, empty_slice, slice_size, verify_adapters
 from pipeline.stage import Stage

@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.activation_codec import encode, seed_of
-from pipeline.decoder_slice import Cut, Slice
-from pipeline.forward_pass import CALM_WINDOWS, Masters
+from pipeline.decoder_slice import Cut
+from pipeline.forward_pass import CALM_WINDOWS, Masters, Slice
 from pipeline.hardware.device_type import is_shortage
 from pipeline.messages import ACTIVATION_CODECS
 from pipeline.model_config import Prepared

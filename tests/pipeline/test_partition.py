@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from pipeline.decoder_slice import Cut, NotSliceableError, Slice, find_decoder_parts
+from pipeline.decoder_slice import Cut, NotSliceableError, find_decoder_parts
+from pipeline.forward_pass import Slice
 from pipeline.model_config import Config, Prepared, family_config, prepare
 from pipeline.partition import _most_even, _Work, build, cut, forward_flops, skeleton, slice_size, verify_family
 
