@@ -60,7 +60,7 @@ class _Drawn(NamedTuple):
 
 
 class TooLittleTextError(UserError):
-    """What is held out of a source is less than one block."""
+    """A source holds out less text than one block has."""
 
 
 class BlockSource(ABC):

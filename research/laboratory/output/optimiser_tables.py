@@ -17,7 +17,7 @@ SAID: dict[Optimiser, str] = {
     "muon": "Muon",
     "orthogonal": "AdamW, orthogonal",
 }
-HEADER = ("method", "optimiser", "rate", "loss", "less AdamW's", "less the mean's")
+HEADER = ("method", "optimiser", "rate", "loss", "less AdamW's", "less Nesterov's", "less the mean's")
 
 
 def optimiser_tables(data: Measured) -> list[Table]:
@@ -43,7 +43,10 @@ def _row(data: Measured, method: str, optimiser: Optimiser, text: Corpus) -> tup
         SAID[optimiser],
         data.rate(recipe_name(method, optimiser, text)).partition(" ")[0],
         shown(figure(losses.values()), 4),
-        NOTHING if optimiser == "adamw" else less(_losses(data, method, "adamw", text)),
+        *(
+            NOTHING if optimiser == usual else less(_losses(data, method, usual, text))
+            for usual in ("adamw", "adamw_nesterov")
+        ),
         NOTHING if method == "mean" else less(_losses(data, "mean", optimiser, text)),
     )
 
