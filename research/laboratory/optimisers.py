@@ -33,8 +33,9 @@ for beta1, and with 0.8. "Orthogonal" steps are production's (`inner.orthogonal`
 momentum. Each row was tuned at the same five learning rates, on seed 0 of the library's text, which is not reported.
 
 **Reading.** Nats a byte on all held-out text, ± the standard deviation over seeds. Differences are paired by seed, with
-their 95 % interval by Student's t, each for one comparison. "Less AdamW's" is the difference to AdamW without Nesterov's
-momentum, "less Nesterov's" that to AdamW with it, which production has. Fewer than five seeds decide nothing."""
+their 95 % interval by Student's t, each for one comparison. "Less AdamW's" is the difference to AdamW without
+Nesterov's momentum, "less Nesterov's" that to AdamW with it, which production has. Fewer than five seeds decide
+nothing."""
 
 
 def main(words: Sequence[str] | None = None, work: Work = trial) -> int:
