@@ -115,8 +115,8 @@ class Verdict(NamedTuple):
 class CheckBudget:
     """How many calls go into checks: `rate` of those that are made, and FIRST_CHECKS at the beginning.
 
-    Half of the rate, up to FOR_DRAWS, is for draws alone. Otherwise one replica whose answers never agree would take all
-    checks, and nobody would find the replicas that begin to lie late.
+    Half of the rate, up to FOR_DRAWS, is for draws alone. Otherwise one replica whose answers never agree would take
+    all checks, and nobody would find the replicas that begin to lie late.
     """
 
     def __init__(self, rate: float) -> None:
