@@ -283,7 +283,7 @@ class StartingWeights:
         """Whether our weights are a snapshot that has not been found to be worth anything."""
         return self._trial is not None and (not self.judged or self.failed_snapshot.done())
 
-    def failed(self, losses: Sequence[float], known: Sequence[float]) -> tuple[float, float] | None:
+    def failed(self, losses: Sequence[float], known: Iterable[float]) -> tuple[float, float] | None:
         """Judge by the losses of a window, beside those `known` of others; return ours and theirs if ours is far more.
 
         Then the weights are disowned, or `failed_snapshot` is set.
