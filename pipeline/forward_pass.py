@@ -441,6 +441,8 @@ class StagePasses:
         if self._plain is None:
             few = Known(None if tokens is None else tokens[:1, :2])
             whole, states = (self._without_graph(hidden[:1, :2], few, logits=each) for each in (True, False))
+            if whole.isnan().any():
+                return True  # then so is the loss; and it says nothing of the head, which computes in float32 next
             self._plain = torch.equal(whole, logits_of(states))
         return self._plain
 
