@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -128,6 +129,8 @@ class ConversationPool:
         self._network, self._topic, self._schema = network, topic, schema
         self._idle: dict[Conversation, tuple[AsyncExitStack, float]] = {}
         """What ends each, and since when it has been idle (loop seconds); the one used last comes last."""
+        self._idle_with: defaultdict[str, list[Conversation]] = defaultdict(list)
+        """The same by peer."""
         self._closed = False
 
     @asynccontextmanager
@@ -144,6 +147,7 @@ class ConversationPool:
             yield conversation
             if not self._closed:
                 self._idle[conversation] = (ending.pop_all(), loop_s())
+                self._idle_with[conversation.peer].append(conversation)
         if len(self._idle) > MOST_POOLED:
             await self._end(next(iter(self._idle)))
 
@@ -155,21 +159,28 @@ class ConversationPool:
     async def _take(self, peer: str) -> tuple[Conversation | None, AsyncExitStack]:
         """Return the conversation with a peer that was used last, and what ends it; end those idle for too long."""
         oldest_s = loop_s() - IDLE_S
-        for conversation, (_, since_s) in list(self._idle.items()):
-            if since_s > oldest_s:
-                break
+        while (oldest := next(iter(self._idle.items()), None)) is not None and oldest[1][1] <= oldest_s:
+            await self._end(oldest[0])
+        while mine := self._idle_with.get(peer):
+            conversation = mine[-1]
+            if conversation.is_quiet:
+                return conversation, self._remove(conversation)
             await self._end(conversation)
-        while mine := next((each for each in reversed(self._idle) if each.peer == peer), None):
-            if mine.is_quiet:
-                return mine, self._idle.pop(mine)[0]
-            await self._end(mine)
         return None, AsyncExitStack()
 
     async def _end(self, conversation: Conversation) -> None:
         """End a conversation, unless another call took it meanwhile."""
-        kept = self._idle.pop(conversation, None)
-        if kept is not None:
-            await kept[0].aclose()
+        if conversation in self._idle:
+            await self._remove(conversation).aclose()
+
+    def _remove(self, conversation: Conversation) -> AsyncExitStack:
+        """Take a conversation out of the pool; return what ends it."""
+        ending, _ = self._idle.pop(conversation)
+        mine = self._idle_with[conversation.peer]
+        mine.remove(conversation)
+        if not mine:
+            del self._idle_with[conversation.peer]
+        return ending
 
 
 class SendTurns:
