@@ -83,6 +83,9 @@ class StartingLoss:
             return None
         self._losses += [loss if math.isfinite(loss) else math.inf for loss in losses]
         known = self._usual or list(others)
+        if len(known) < LEAST_OTHERS:
+            # A small run may never have so many, and losses fall: the newest are compared with those of others.
+            del self._losses[:-JUDGED]
         if len(self._losses) < JUDGED or len(known) < LEAST_OTHERS:
             return None
         ours, theirs = median(self._losses), median_low(known)
