@@ -19,7 +19,7 @@ from research.laboratory.experiments.volunteer_grid import HOURS, MANY, map_cell
 RATE = 1e-2
 CHOICES = ((1.0, 16), (1.5, 16), (1.0, 13))
 """How much wider stale step sizes are, and the last rounds' inner steps, which say how many bytes are sent."""
-CHOSEN = CHOICES[0]
+CHOSEN = CHOICES[2]
 CHURN = Conditions(churn=0.6, inequality=2.0, line="100/20", hours=HOURS)
 PLACES: tuple[tuple[str, Corpus | Prose], ...] = (
     ("stay", "library"),

@@ -34,8 +34,11 @@ from gossip.settings import OuterConfig
 from noloco_node.network.schema import MessageSpec, Schema
 
 APPOINTMENTS = "appointments"
-AHEAD_S = 1.0
-"""How long before its moment an appointment is made at the latest: ten latencies."""
+AHEAD_S = 0.6
+"""How long before its moment an appointment is made at the latest: the rest of what is said then takes so long."""
+PATIENCE_S = 1.5
+"""For how long after a meeting no round opens without an appointment: otherwise a meeting that lasted until the next
+round is due would leave no time for one, and the next would last as long again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,13 +76,16 @@ def agreed_s(mine: Offer, theirs: Offer) -> float:
 
 
 class _Schedule(RoundSchedule):
-    """The production's; a round with an appointment is due at its moment, `at_s`."""
+    """The production's; a round with an appointment is due at its moment, `at_s`, another after `patient_until_s`."""
 
     at_s: float | None = None
+    patient_until_s = 0.0
 
     @property
     def due(self) -> bool:
-        return super().due if self.at_s is None else now() >= self.at_s - SLACK_S
+        if self.at_s is None:
+            return super().due and now() >= self.patient_until_s - SLACK_S
+        return now() >= self.at_s - SLACK_S
 
 
 class _Agreed:
@@ -143,6 +149,7 @@ class AppointedMeetings(MeetingProtocol):
     def note_free(self) -> None:
         """Note that our meeting is over."""
         self._free_s = now()
+        self._schedule.patient_until_s = self._free_s + PATIENCE_S
 
     def keep(self, *, last: bool) -> None:
         """Meet as it was agreed, if it was: our round has opened. `last`: it is the last."""
@@ -296,10 +303,14 @@ class AppointedMeetings(MeetingProtocol):
                 await asyncio.wait({first})
 
     def _plan(self, at_s: float | None) -> None:
+        self._schedule.at_s = at_s
+        self._round_state.ring()
+
+    @property
+    def _schedule(self) -> _Schedule:
         schedule = self._round_state.schedule
         assert isinstance(schedule, _Schedule)
-        schedule.at_s = at_s
-        self._round_state.ring()
+        return schedule
 
     def _prediction(self, at_s: float) -> Probe:
         """Return what our probe will say at a moment, with a fast part that is a round old."""
