@@ -120,6 +120,8 @@ HomeOption = Annotated[
     Path | None,
     typer.Option(
         "--home",
+        parser=typed,
+        metavar="DIR",
         help="Directory of this node: identity, journal, checkpoints. One running node each.",
         show_default="~/.noloco/node, of a bootstrap peer ~/.noloco/bootstrap",
     ),

@@ -219,6 +219,9 @@ class DhtNode:
     def neighbours(self) -> int:
         return len(self._node.protocol.routing_table.uid_to_peer_id)
 
+    def is_neighbour(self, peer: PeerId) -> bool:
+        return peer in self._node.protocol.routing_table.peer_id_to_uid
+
     def replace_store(self, store: StoreSubkey) -> None:
         self.storage.store_subkey = store
 
@@ -264,14 +267,21 @@ class DhtNode:
         return type(self._node.node_id)(int.from_bytes(place) ^ 1)
 
     async def _become_known(self) -> None:
-        """Search our own place, once; raise ConnectionResetError as long as we hold no good ticket and need one."""
+        """Search our own place, until a search has ended; raise ConnectionResetError while we need a good ticket.
+
+        Others do not wait for a search that is under way.
+        """
         if self._is_known:
             return
         if self._admission is not None and (self._admission.own is None or self._admission.own.is_expired):
             # Nodes would refuse our calls, and hivemind would drop them from our table as silent ones.
             raise ConnectionResetError("we hold no ticket yet, without which no node of the DHT answers")
         self._is_known = True
-        await self._search(self._node.node_id, _BUCKET)
+        try:
+            await self._search(self._node.node_id, _BUCKET)
+        except BaseException:  # most often the caller's time is up
+            self._is_known = False
+            raise
 
     async def _search(self, query: Any, most: int) -> tuple[PeerId, ...]:
         """Search by `NodeSearch`.

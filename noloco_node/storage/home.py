@@ -23,7 +23,7 @@ from typing import NamedTuple, Self
 
 import msgspec
 
-from noloco_node.errors import Exit, UserError, os_errors_as, storage_error
+from noloco_node.errors import Exit, UserError, os_errors_as, storage_error, usage_error
 from noloco_node.storage import atomic_file
 
 JOURNAL = "journal.jsonl"
@@ -75,7 +75,16 @@ class RunPaths:
 
 
 def typed(path: str | os.PathLike[str]) -> Path:
-    """Return a path that a person typed, or a stranger: `~` is a home directory where the system knows its user."""
+    """Return a path that a person typed, or a stranger: `~` is a home directory where the system knows its user.
+
+    Raises `UserError` (USAGE) for an empty text, which would mean the current directory.
+    """
+    if not os.fspath(path):
+        raise usage_error(
+            "A path is empty.",
+            "it would mean the current directory, and a variable may be unset",
+            "name it, or a . for it",
+        )
     return Path(os.path.expanduser(path))  # `Path.expanduser` raises RuntimeError for a user that nobody knows
 
 

@@ -28,6 +28,8 @@ REFUSED: list[tuple[list[str], Exit]] = [
     (["status", "nonsense"], Exit.CONFIG),
     (["status", "--home", "empty"], Exit.CONFIG),
     (["status", "nothing.txt"], Exit.CONFIG),
+    (["join", INVITE, "--home", ""], Exit.USAGE),
+    (["bootstrap", "--home", ""], Exit.USAGE),
     (["watch", "nonsense"], Exit.CONFIG),
     (["watch", "--journal", "nowhere"], Exit.CONFIG),
     (["doctor", "nonsense"], Exit.CONFIG),

@@ -267,6 +267,27 @@ async def test_no_neighbours_hide_others_by_what_they_say_of_a_place(lie: str, l
     assert nodes.asked.total() <= 48
 
 
+@given(st.integers(0, 2**32), st.floats(0.1, 3.9))
+async def test_a_search_of_our_own_place_that_is_cut_off_is_made_again(seed: int, wait_s: float) -> None:
+    rng = Random(seed)
+
+    class Slow(Neighbourhood):
+        async def _find(self, peer: Any, keys: Any) -> Any:
+            await asyncio.sleep(4.0 * is_slow)
+            ours.extend(key for key in keys if key == id_of(self.me))
+            return await super()._find(peer, keys)
+
+    nodes, is_slow, ours = Slow([some_peer(rng) for _ in range(9)]), True, list[Any]()
+    assert not await nodes.node.join([], wait_s)
+    is_slow = False
+    assert not ours
+    await nodes.node.nearest(rng.randbytes(20), 5)
+    assert ours
+    ours.clear()
+    await nodes.node.nearest(rng.randbytes(20), 5)
+    assert not ours
+
+
 @given(st.integers(0, 2**32), st.integers(2, 30), st.integers(1, 6))
 async def test_a_peer_whose_node_says_another_id_is_neither_asked_again_nor_stored_to(
     seed: int, count: int, liars: int
