@@ -33,7 +33,7 @@ messages travel on the simulated lines, and all clocks are alike.
 
 **Runs.** AdamW with Nesterov's momentum, at a rate of 0.01, which was the best of five for gossip and the mean
 (optimisers.md), and for all methods of the map without that momentum. Machines that stay: eight very unequal replicas
-train 0.09 million parameters, as in the survey of rivals (laboratory.md). Churn: a place of the map (map.md), sixteen
+train 0.09 million parameters, as in the survey of rivals (laboratory.md). Churn: a place of the map (map.md), four
 replicas, 100/20, the slowest machine half as fast, a peer leaves so often in an hour of presence. Choices were made on
 seed 1 of the library's text.
 

@@ -11,21 +11,20 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from research.laboratory.experiments.cell import Cell, Conditions, Corpus, Method, Prose
+from research.laboratory.experiments.cell import Cell, Conditions, Corpus, Method
 from research.laboratory.experiments.grid import Grid, Recipe
 from research.laboratory.experiments.rivals import heads
-from research.laboratory.experiments.volunteer_grid import HOURS, MANY, map_cell
+from research.laboratory.experiments.volunteer_grid import FEW, HOURS, map_cell
 
 RATE = 1e-2
 CHOICES = ((1.0, 16), (1.5, 16), (1.0, 13))
 """How much wider stale step sizes are, and the last rounds' inner steps, which say how many bytes are sent."""
 CHOSEN = CHOICES[2]
 CHURN = Conditions(churn=0.6, inequality=2.0, line="100/20", hours=HOURS)
-PLACES: tuple[tuple[str, Corpus | Prose], ...] = (
+PLACES: tuple[tuple[str, Corpus], ...] = (
     ("stay", "library"),
     ("stay", "torch"),
     ("churn", "library"),
-    ("churn", "prose"),
 )
 ABOUT = {
     "gossip": "gossip",
@@ -41,7 +40,7 @@ def methods(place: str) -> dict[str, Cell]:
         cells = {"gossip": heads()["gossip_weighed"][0], "mean": heads()["mean"][0]}
     else:
         names: dict[str, Method] = {"gossip": "gossip", "mean": "quorum_mean", "late_mean": "late_mean"}
-        cells = {name: map_cell(method, CHURN, MANY) for name, method in names.items()}
+        cells = {name: map_cell(method, CHURN, FEW) for name, method in names.items()}
     cells |= {"appointments": by_appointment(cells["gossip"], *CHOSEN)}
     return {name: replace(cells[name], optimiser="adamw_nesterov") for name in ABOUT if name in cells}
 
