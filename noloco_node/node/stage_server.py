@@ -36,8 +36,8 @@ class StageServer:
         self._shapes = tuple(context.dimensions.shapes[replica.stage].values())
         self._served: dict[str, Schema] = {}
         self._answering: set[asyncio.Task[object]] = set()
-        """Conversations about microbatches and meetings. A microbatch may travel for minutes, a meeting exchange weights
-        for as long."""
+        """Conversations about microbatches and meetings. A microbatch may travel for minutes; an exchange may take as
+        long."""
         self._moments = moment_sizes(context.run, self._shapes)
         limits, beside = self._donor_limits(), context.host.device.beside
         self._donor = Donor(replica.state, beside, self._shapes, limits, self._moments)
