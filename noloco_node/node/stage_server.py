@@ -27,6 +27,8 @@ from noloco_node.run.protocols import (
 from noloco_node.state_sync.download import copying_s
 from noloco_node.state_sync.snapshot_keeper import turn_away
 
+ENDING_S = 1.0  # conversations that are about to end have so long for it
+
 
 class StageServer:
     """Serves one replica to its peers, from `begin` to `stop`; `aclose` releases everything that holds its weights."""
@@ -59,7 +61,9 @@ class StageServer:
     async def aclose(self) -> None:
         """Close the donor and break off meetings and microbatches, since each holds the weights in memory."""
         self._donor.close()
-        left = set(self._answering)
+        if not self._answering:
+            return
+        _, left = await asyncio.wait(set(self._answering), timeout=ENDING_S)
         for task in left:
             task.cancel()
         if left:
