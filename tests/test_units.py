@@ -54,6 +54,15 @@ def test_durations_and_counts_are_said_as_people_say_them() -> None:
     ]
     assert [format_clock(seconds) for seconds in (-1, 5, 75, 3725)] == ["0:00", "0:05", "1:15", "1:02:05"]
     assert [format_count(number) for number in (0, 754_816, 3_280_000)] == ["0", "754,816", "3.28 million"]
+    counts = (999_499, 999_500, 999_499_999, 999_500_000, 999_999_999_999, 123_456 * 10**12)
+    assert [format_count(number) for number in counts] == [
+        "999,499",
+        "1 million",
+        "999 million",
+        "1 billion",
+        "1 trillion",
+        "123,456 trillion",
+    ]
     assert [format_bytes(count) for count in (0, 999, 1536, 120e6, 999.7e6)] == [
         "0 B",
         "999 B",

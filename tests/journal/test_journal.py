@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -165,6 +166,37 @@ def test_a_journal_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
 
 def test_a_missing_journal_has_no_events(tmp_path: Path) -> None:
     assert list(read(tmp_path / "journal.jsonl")) == []
+
+
+@pytest.mark.parametrize("chance", range(6))
+def test_a_rotation_while_a_journal_is_read_hides_no_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chance: int
+) -> None:
+    """It may come before one of the files is opened, or between two lines."""
+    path, opened, chances = tmp_path / "journal.jsonl", Path.open, iter(range(100))
+    with Journal(path) as journal:
+        for number in range(4):
+            journal.write(step(number))
+            if number == 1:
+                journal._rotate()
+
+        def may_rotate() -> None:
+            if next(chances) == chance:
+                journal._rotate()
+                journal.write(step(4))
+
+        def open_then(self: Path, mode: str) -> Any:
+            may_rotate()
+            return opened(self, mode)
+
+        monkeypatch.setattr(Path, "open", open_then)
+        seen = []
+        for event in read(path):
+            assert isinstance(event, InnerStep)
+            seen.append(event.step)
+            may_rotate()
+    # Of a half that went before it was opened nothing is left.
+    assert seen in ([0, 1, 2, 3], [2, 3], [2, 3, 4])
 
 
 def test_tail_sees_each_event_once_and_follows_rotation(tmp_path: Path) -> None:
