@@ -42,6 +42,11 @@ def format_count(number: int) -> str:
     return f"{number:,}"
 
 
+def format_roughly(number: float) -> str:
+    """Return a number by two digits, or its whole part: 0.034, 1.7, 110."""
+    return f"{number:,.0f}" if number >= 9.95 else f"{number:.2g}"
+
+
 def format_bytes(count: float) -> str:
     """Return a size: 120 MB."""
     return f"{_scaled(count)}B"

@@ -15,6 +15,7 @@ from noloco_node.units import (
     format_count,
     format_duration,
     format_rate,
+    format_roughly,
     parse_bytes,
     parse_rate,
 )
@@ -38,6 +39,12 @@ def test_a_duration_is_short_and_about_right(seconds: float) -> None:
         amount = math.fsum(float(number) * lengths[unit] for number, unit in zip(words[::2], words[1::2], strict=True))
         assert amount == pytest.approx(seconds, abs=max(0.51, 0.21 * seconds))
     assert len(format_duration(seconds)) <= 14
+
+
+@given(st.floats(1e-4, 1e12))
+def test_a_rough_number_has_two_digits_and_no_exponent(number: float) -> None:
+    assert "e" not in format_roughly(number)
+    assert float(format_roughly(number).replace(",", "")) == pytest.approx(number, rel=0.06)
 
 
 def test_durations_and_counts_are_said_as_people_say_them() -> None:

@@ -72,7 +72,7 @@ class ContributionLedger:
         return None if found is None else found.given()
 
     def take(self, event: events.Event) -> None:
-        if isinstance(event, events.Started):
+        if isinstance(event, events.Started) and not (isinstance(event, events.Continued) and self.now is not None):
             begun = Contribution(run=event.run, first_at=event.at, last_at=event.at)
             begun = self.by_run.setdefault(event.run, begun)
             if begun is not self.now:
@@ -203,6 +203,8 @@ class PeerHistory:
                 self._take_inner_step(event)
             case OuterStepTaken():
                 self._take_outer_step(event)
+            case events.Continued() if self.peer is not None:
+                pass
             case events.Started():
                 self.peer, self.stage, self.finished = event.peer, event.stage, None
                 self.parameters = event.parameters

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gossip.interface import OuterStepTaken, RoundSkipped
 from noloco_node.errors import Exit, UserError
-from noloco_node.journal.events import Hops, InnerStep, StateChanged, decode, fields_of
+from noloco_node.journal.events import Continued, Finished, Hops, InnerStep, Started, StateChanged, decode, fields_of
 from noloco_node.journal.reader import Tail, read
 from noloco_node.journal.writer import Journal, rotated
 from noloco_node.run.peer_state import LONGEST_DETAIL, PeerState, Wait, WaitCause
@@ -111,6 +111,22 @@ def test_rotation_bounds_the_disk_and_keeps_the_newest(tmp_path: Path) -> None:
     kept = steps(path)
     assert kept == list(range(kept[0], 100))
     assert len(kept) > 10
+
+
+def test_each_file_says_which_session_goes_on_in_it(tmp_path: Path) -> None:
+    path, times = tmp_path / "journal.jsonl", iter(map(float, range(10**6)))
+    begun = [Started(peer="p", stage=stage, run="r", version="1", pid=9) for stage in (1, 2)]
+    ended = Finished(why="w", step=0, round=0, progress=0.0)
+    with Journal(path, max_bytes=3000, now=times.__next__) as journal:
+        for session in ([*begun[:1], *map(step, range(40)), begun[1], *map(step, range(40))], [ended]):
+            for event in session:
+                journal.write(event)
+            assert path.stat().st_size <= 3000
+            first = next(read(path))
+            assert first == Continued(**msgspec.structs.asdict(begun[1]) | {"at": first.at})
+        for number in range(40):
+            journal.write(step(number))
+    assert not any(isinstance(event, Started) for event in read(path))
 
 
 def test_a_full_disk_costs_events_and_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
