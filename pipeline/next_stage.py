@@ -225,6 +225,8 @@ class NextStage:
         return peer
 
     def _draw_unproved(self, search: _Search) -> str | None:
+        if not self._standing.tries_unproved():  # as nearly always
+            return None
         avoid = self._standing.resting(now_s()) | self._out_of_favour(search)
         return self._standing.draw_unproved(avoid, self._rng)
 

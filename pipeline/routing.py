@@ -221,7 +221,7 @@ class Standing:
         self._held: dict[str, tuple[float, int]] = {}
         """Of each replica since its last gradient: seconds that its refusals took, and `by_others` at the first."""
         self._in_hand: Counter[str] = Counter()
-        self._parted: tuple[Sequence[Hop], int, tuple[Hop, ...], tuple[str, ...]] = ((), 0, (), ())
+        self._parted: tuple[Sequence[Hop], int, tuple[Hop, ...], dict[str, None]] = ((), 0, (), {})
         """The proved and the unproved of these hops, when so many had been proved; the newest names come last."""
 
     # What happens to calls.
@@ -316,21 +316,24 @@ class Standing:
         """Return the replicas on trial that have their one call in hand."""
         proved, unproved = self._part()
         on_trial = {peer for peer, each in self.suspicions.items() if now_s >= each.until_s and not each.cleared}
-        return (on_trial.union(unproved) if proved else on_trial) & self._in_hand.keys()
+        return {peer for peer in self._in_hand if peer in on_trial or (proved and peer in unproved)}
 
     def bag_hops(self) -> Sequence[Hop]:
         """Return the replicas that the bag is for: only the proved once an unproved one was lost."""
         proved, unproved = self._part()
-        wary = proved and not self.suspicions.keys().isdisjoint(unproved)
+        wary = proved and any(peer in unproved for peer in self.suspicions)
         return proved if wary else self._hops()
 
-    def draw_unproved(self, avoid: Collection[str], rng: Random) -> str | None:
-        """Return an unproved replica that is to be tried out of the bag's turn, if there is one."""
+    def tries_unproved(self) -> bool:
+        """Say whether an unproved replica is to be tried out of the bag's turn, one at a time."""
         proved, unproved = self._part()
         if not unproved or self.bag_hops() is not proved:
-            return None
-        if self.favoured() and not self._in_hand.keys().isdisjoint(unproved):
-            return None
+            return False
+        return not (self.favoured() and any(peer in unproved for peer in self._in_hand))
+
+    def draw_unproved(self, avoid: Collection[str], rng: Random) -> str | None:
+        """Return the unproved replica to try, none of those to avoid, if there is one."""
+        _, unproved = self._part()
         free = [peer for peer in unproved if peer not in avoid]
         fresh = [peer for peer in free if peer not in self.suspicions]
         # The newest every other time: neither many old names nor many new ones keep a replica waiting.
@@ -370,11 +373,11 @@ class Standing:
         }
         self.suspicions[peer] = Suspicion(now_s + length_s, length_s)
 
-    def _part(self) -> tuple[tuple[Hop, ...], tuple[str, ...]]:
+    def _part(self) -> tuple[tuple[Hop, ...], dict[str, None]]:
         hops, (known, count, proved, unproved) = self._hops(), self._parted
         if hops is not known or count != len(self.reply_s):
             proved = tuple([hop for hop in hops if hop.peer in self.reply_s])
             names = {hop.peer: None for hop in hops if hop.peer not in self.reply_s}
-            unproved = tuple(dict.fromkeys([peer for peer in unproved if peer in names]) | names)
+            unproved = dict.fromkeys([peer for peer in unproved if peer in names]) | names
             self._parted = (hops, len(self.reply_s), proved, unproved)
         return proved, unproved

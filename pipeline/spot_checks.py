@@ -72,9 +72,8 @@ FIRST_CHECKS = 36.0
 """Calls that a sender may spend on checks before it knows any replica; it is also the most that it saves."""
 RESERVE = 12.0
 """Of these, calls for suspects alone: three checks, as many as shut out a replica that begins to lie late."""
-KEPT = 6.0
-"""Of the others, calls that are kept for replicas that are suspected, and at first for those that have not agreed yet.
-As many at most are for draws alone."""
+FOR_DRAWS = 6.0
+"""Of the rest, calls that are earned for draws alone, at most."""
 FULL_CHECK = 4
 """Replicas that are asked for a check at most; some are busy. So many calls are set aside while it lasts."""
 DRAWN = 1 / 4
@@ -116,8 +115,8 @@ class Verdict(NamedTuple):
 class CheckBudget:
     """How many calls go into checks: `rate` of those that are made, and FIRST_CHECKS at the beginning.
 
-    Half of the rate, up to KEPT, is for draws alone. Otherwise one replica whose answers never agree would take all
-    checks, and nobody would find the replicas that begin to lie late.
+    Half of the rate, up to FOR_DRAWS, is for draws alone. Otherwise one replica whose answers never agree would take
+    all checks, and nobody would find the replicas that begin to lie late.
     """
 
     def __init__(self, rate: float) -> None:
@@ -125,12 +124,11 @@ class CheckBudget:
         self._left = FIRST_CHECKS if rate > 0.0 else 0.0
         self._for_draws = 0.0
         """What only draws may spend of it."""
-        self._spent = 0
 
     def earn(self) -> None:
         """Count a call that was no check."""
         self._left = min(max(FIRST_CHECKS, self._left), self._left + self._rate)
-        self._for_draws = min(KEPT, self._for_draws + self._rate / 2.0)
+        self._for_draws = min(FOR_DRAWS, self._for_draws + self._rate / 2.0)
 
     @contextmanager
     def check(self, *, is_draw: bool) -> Iterator[list[str]]:
@@ -144,18 +142,13 @@ class CheckBudget:
         finally:
             self._left += FULL_CHECK - len(calls)
             self._for_draws += max(0.0, for_draws - len(calls))
-            self._spent += len(calls)
 
     def allows(self, *, suspected: bool, is_new: bool, drawn: float) -> bool:
-        """Say whether a microbatch is to be checked. `is_new`: its replica has not agreed; `drawn`: from 0 to 1.
-
-        Replicas that come later are checked out of what is not kept for suspects.
-        """
+        """Say whether a microbatch is to be checked. `is_new`: its replica has not agreed; `drawn`: from 0 to 1."""
         left = self._left - RESERVE * (not suspected)
-        if not suspected and not is_new:
-            return drawn < DRAWN and (left >= FULL_CHECK + KEPT or self._for_draws >= FULL_CHECK)
-        is_kept = suspected or self._spent < FIRST_CHECKS - RESERVE
-        return left - self._for_draws >= FULL_CHECK + KEPT * (not is_kept)
+        if suspected or is_new:
+            return left - self._for_draws >= FULL_CHECK
+        return drawn < DRAWN and max(left, self._for_draws) >= FULL_CHECK
 
 
 class _Record(NamedTuple):
@@ -428,7 +421,8 @@ class SpotChecks:
 
     async def check(self, peer: str, microbatch: Microbatch, reply: Gradient, deadline_s: float) -> Gradient:
         """Now and then call other replicas too; return the gradient to use for a microbatch."""
-        if microbatch.learnt_share * count_of(self._codec.down, microbatch.hidden) < LEAST_VALUES:
+        count = count_of(self._codec.down, microbatch.hidden)
+        if count < LEAST_VALUES or microbatch.learnt_share * count < LEAST_VALUES:
             return reply
         agreed = self._answered[peer] = self._answered.pop(peer, False)
         if len(self._answered) > MOST_ANSWERED:

@@ -96,16 +96,21 @@ def partners_of_round(replicas: Collection[str], seed: int, round: int) -> Mappi
 
 @lru_cache(maxsize=32)
 def _greedy(replicas: tuple[str, ...], seed: int, round: int) -> Mapping[str, str]:
+    """Match those first who are each other's best, then those of the rest, and so on.
+
+    These pairs are the greedy ones: nothing before such a pair takes either away. `argmin` returns the first of equals,
+    as the order of all pairs would.
+    """
     paired = _without_idle(replicas, seed, round)
     tickets = _tickets(f"{seed}|match|{round}", paired)
-    low, high = torch.triu_indices(len(paired), len(paired), offset=1)
-    order = torch.argsort(_scores(tickets[low], tickets[high]), stable=True)
-    partner: dict[str, str] = {}
-    for one, other in zip(low[order].tolist(), high[order].tolist(), strict=True):
-        if paired[one] not in partner and paired[other] not in partner:
-            partner[paired[one]], partner[paired[other]] = paired[other], paired[one]
-            if len(partner) == len(paired):
-                break
+    scores = _scores(tickets[:, None], tickets).fill_diagonal_(-1 - _SIGN)
+    left, partner = torch.arange(len(paired)), dict[str, str]()
+    while len(left):
+        best = scores.argmin(1)
+        matched = best[best] == torch.arange(len(left))
+        pairs = zip(left[matched].tolist(), left[best[matched]].tolist(), strict=True)
+        partner.update((paired[one], paired[other]) for one, other in pairs)
+        left, scores = left[~matched], scores[~matched][:, ~matched]
     return partner
 
 
@@ -242,8 +247,9 @@ class PartnerQueue:
     def next(self, order: Sequence[str], now: float) -> tuple[str | None, float]:
         """Return the peer to ask now, or None and how many seconds to wait at most."""
         # Once a round: otherwise a peer that proposes for ever would keep us from all others.
-        for peer in order if self._proposed else ():
-            if peer in self._proposed and peer not in self._not_before:
+        proposed = self._proposed - self._not_before.keys()
+        for peer in order if proposed else ():
+            if peer in proposed:
                 return peer, 0.0
         order = order[:ASKED_AT_MOST]
         for peer in order:

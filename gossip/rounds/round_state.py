@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gossip.exchange.codec import Sides
 from gossip.exchange.messages import NOTHING
-from gossip.interface import Origin, OuterStepTaken, RoundContext
+from gossip.interface import Candidate, Origin, OuterStepTaken, RoundContext
 from gossip.rounds.matching import SLACK_S, AnswerState, PartnerQueue, PartnerView, RoundClaims, RoundSchedule
 from gossip.rounds.outer_optimiser import Snapshot, Step
 from gossip.rule.outer_step import DISOWNED, Tensors, WeightAge, staleness
@@ -177,6 +177,9 @@ class RoundState:
         self.prefetch = Prefetch()
         self.met_partners: dict[str, None] = {}
         """The partners of meetings that ended in a step of ours, the latest last."""
+        self._claims = RoundClaims()
+        self._claimants: Sequence[Candidate] | None = None
+        """The claims of these candidates; computed anew for others, and once there is another partner."""
         self._vain_meetings: Counter[str] = Counter()
         """By partner, the meetings of this round that ended without a step of ours."""
         self._late = 0  # recent exchanges that ran out of time, less those that did not
@@ -263,9 +266,12 @@ class RoundState:
     def claims(self) -> RoundClaims:
         """The rounds that the others claim to have finished."""
         listed = self.partners.candidates()
-        return RoundClaims(
-            [each.round for each in listed], [each.round for each in listed if each.peer in self.met_partners]
-        )
+        if listed is not self._claimants:
+            self._claimants = listed
+            self._claims = RoundClaims(
+                [each.round for each in listed], [each.round for each in listed if each.peer in self.met_partners]
+            )
+        return self._claims
 
     @property
     def exchange_s(self) -> float:
@@ -419,6 +425,7 @@ class RoundState:
 
     def _note_met(self, partner: str) -> None:
         """Note that a partner has brought weights that we could use."""
+        self._claimants = None
         self.met_partners.pop(partner, None)
         self.met_partners[partner] = None
         if len(self.met_partners) > MOST_MET:

@@ -120,7 +120,7 @@ async def host(options: BootstrapOptions) -> None:
             lends_line=options.relays > 0,
             capacity=Capacity.within(machine_free_bytes()),
         )
-        # A running swarm does not dial a bootstrap peer again: one that comes back dials the swarm.
+        # A running swarm dials a bootstrap peer again only now and then: one that comes back dials the swarm.
         met = met_before(invites.Invite(digest=recipe.digest, addresses=()), home)
         known_peers = KnownPeers()
         known_peers.note(met)

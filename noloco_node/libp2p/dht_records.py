@@ -75,6 +75,9 @@ class DhtRecords:
     def neighbours(self) -> int:
         return self._joined().neighbours
 
+    def is_neighbour(self, peer_id: PeerId) -> bool:
+        return self._joined().is_neighbour(peer_id)
+
     async def join(
         self, parts: HivemindParts, client: DaemonClient, bootstrap: Sequence[PeerAddress], wait_s: float
     ) -> bool:

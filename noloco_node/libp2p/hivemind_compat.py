@@ -219,6 +219,9 @@ class DhtNode:
     def neighbours(self) -> int:
         return len(self._node.protocol.routing_table.uid_to_peer_id)
 
+    def is_neighbour(self, peer: PeerId) -> bool:
+        return peer in self._node.protocol.routing_table.peer_id_to_uid
+
     def replace_store(self, store: StoreSubkey) -> None:
         self.storage.store_subkey = store
 

@@ -41,7 +41,13 @@ from noloco_node.libp2p.addresses import (
 from noloco_node.libp2p.control import Control, PeerContext, StreamDialer
 from noloco_node.libp2p.daemon import MOST_DEATHS, DaemonConfig, arguments, private_directory, restart_pause_s
 from noloco_node.libp2p.dht_records import DhtRecords
-from noloco_node.libp2p.hivemind_compat import DaemonClient, daemon_trouble, ignore_orphaned_waits, load_hivemind
+from noloco_node.libp2p.hivemind_compat import (
+    DaemonClient,
+    PeerId,
+    daemon_trouble,
+    ignore_orphaned_waits,
+    load_hivemind,
+)
 from noloco_node.libp2p.reachability import preflight, preflight_goal
 from noloco_node.libp2p.relays import Grant, granted
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret, ensure_identity
@@ -54,6 +60,7 @@ logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
 REJOIN_S = 15.0  # between two looks at who is connected
+_GREETED = 4  # at one look
 _RELAY_S = 10.0  # a relay has so long to give us a place
 _LOOK_S = 0.2
 _MOST_CIRCUITS = 2
@@ -399,18 +406,25 @@ class JoinedDaemon:
         return [PeerAddress(place, peer) for place, peer in known if self._context.is_of_run(peer)]
 
     async def stay_joined(self, doors: Sequence[PeerAddress], met: KnownPeers) -> NoReturn:
-        """Note whom we are connected with in `met`, and stay in touch with them.
+        """Note whom we are connected with in `met`, and stay in touch with them and with the rest of the swarm.
 
-        Where that is nobody, as after a night in sleep mode, knock at `doors` and at whom we met. Where the DHT alone
-        has forgotten everybody, as after a minute without a line, which a connection outlasts, greet them.
+        Where that is nobody, as after a night in sleep mode, knock at `doors` and at whom we met. A connection may
+        outlast a minute without a line, after which the DHT has forgotten peers: greet some of those. A line that was
+        down between two parts of the swarm leaves each part complete for itself, and nobody lacks anything: so knock
+        at one that is away, too, each time at another one.
         """
+        look = 0
         while True:
+            look += 1
             with contextlib.suppress(ConnectionError, UserError):
                 present = await self.neighbours()
+                met.note(present)
                 if present:
-                    met.note(present)
-                    if not self.records.neighbours:
-                        await self._greet(present)
+                    strangers = [each for each in present if not self.records.is_neighbour(self._id_of(each))]
+                    await self._greet(_some(strangers, look, _GREETED))
+                    here = {self.peer_id, *(each.peer for each in present)}
+                    away = [each for each in met.beside(doors) if each.peer not in here]
+                    await self._greet(await self.control.knock(_some(away, look, 1), self._timeouts.reach_s))
                 else:
                     answering = await self.control.knock(met.beside(doors), self._timeouts.reach_s)
                     self.rejoined += len(answering)
@@ -420,7 +434,11 @@ class JoinedDaemon:
     async def _greet(self, peers: Sequence[PeerAddress]) -> None:
         for each in peers:
             with contextlib.suppress(ConnectionError):
-                await self.records.greet(self._parts.PeerID.from_base58(each.peer))
+                await self.records.greet(self._id_of(each))
+
+    def _id_of(self, address: PeerAddress) -> PeerId:
+        peer_id: PeerId = self._parts.PeerID.from_base58(address.peer)
+        return peer_id
 
     # Inside.
 
@@ -461,3 +479,9 @@ class JoinedDaemon:
                 hint="start again, or choose another port with --listen",
                 code=Exit.PORT_TAKEN,
             )
+
+
+def _some(peers: Sequence[PeerAddress], look: int, most: int) -> Sequence[PeerAddress]:
+    """Return at most so many peers, others at each look."""
+    at = look * most % len(peers) if peers else 0
+    return [*peers[at:], *peers[:at]][:most]

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -126,8 +127,10 @@ class ConversationPool:
 
     def __init__(self, network: PeerNetwork, topic: str, schema: Schema) -> None:
         self._network, self._topic, self._schema = network, topic, schema
-        self._idle: dict[Conversation, tuple[AsyncExitStack, float]] = {}
-        """What ends each, and since when it has been idle (loop seconds); the one used last comes last."""
+        self._idle: dict[Conversation, tuple[AbstractAsyncContextManager[Conversation], float]] = {}
+        """The context of each, and since when it has been idle (loop seconds); the one used last comes last."""
+        self._idle_with: defaultdict[str, list[Conversation]] = defaultdict(list)
+        """The same by peer."""
         self._closed = False
 
     @asynccontextmanager
@@ -137,13 +140,17 @@ class ConversationPool:
         Leaving the context by an exception breaks the stream and cancels what the callee still does. Leaving it in the
         ordinary way, which is for who has received the answer, hands the conversation to the next call.
         """
-        conversation, ending = await self._take(peer)
-        async with ending:
+        conversation, talk = await self._take(peer)
+        async with AsyncExitStack() as ending:
             if conversation is None:
-                conversation = await ending.enter_async_context(self._network.talk(peer, self._topic, self._schema))
+                conversation = await ending.enter_async_context(talk)
+            else:
+                ending.push_async_exit(talk)
             yield conversation
             if not self._closed:
-                self._idle[conversation] = (ending.pop_all(), loop_s())
+                ending.pop_all()
+                self._idle[conversation] = (talk, loop_s())
+                self._idle_with[conversation.peer].append(conversation)
         if len(self._idle) > MOST_POOLED:
             await self._end(next(iter(self._idle)))
 
@@ -152,24 +159,34 @@ class ConversationPool:
         for conversation in list(self._idle):
             await self._end(conversation)
 
-    async def _take(self, peer: str) -> tuple[Conversation | None, AsyncExitStack]:
-        """Return the conversation with a peer that was used last, and what ends it; end those idle for too long."""
+    async def _take(self, peer: str) -> tuple[Conversation | None, AbstractAsyncContextManager[Conversation]]:
+        """Return the conversation with a peer that was used last, and its context, or the context of a new one.
+
+        Ends those idle for too long.
+        """
         oldest_s = loop_s() - IDLE_S
-        for conversation, (_, since_s) in list(self._idle.items()):
-            if since_s > oldest_s:
-                break
+        while (oldest := next(iter(self._idle.items()), None)) is not None and oldest[1][1] <= oldest_s:
+            await self._end(oldest[0])
+        while mine := self._idle_with.get(peer):
+            conversation = mine[-1]
+            if conversation.is_quiet:
+                return conversation, self._remove(conversation)
             await self._end(conversation)
-        while mine := next((each for each in reversed(self._idle) if each.peer == peer), None):
-            if mine.is_quiet:
-                return mine, self._idle.pop(mine)[0]
-            await self._end(mine)
-        return None, AsyncExitStack()
+        return None, self._network.talk(peer, self._topic, self._schema)
 
     async def _end(self, conversation: Conversation) -> None:
         """End a conversation, unless another call took it meanwhile."""
-        kept = self._idle.pop(conversation, None)
-        if kept is not None:
-            await kept[0].aclose()
+        if conversation in self._idle:
+            await self._remove(conversation).__aexit__(None, None, None)
+
+    def _remove(self, conversation: Conversation) -> AbstractAsyncContextManager[Conversation]:
+        """Take a conversation out of the pool; return its context."""
+        talk, _ = self._idle.pop(conversation)
+        mine = self._idle_with[conversation.peer]
+        mine.remove(conversation)
+        if not mine:
+            del self._idle_with[conversation.peer]
+        return talk
 
 
 class SendTurns:

@@ -181,7 +181,8 @@ class Replica:
         losses = [loss for loss, _ in known_losses]
         self._loss = fmean(losses, [count for _, count in known_losses]) if losses else None
         others = (record for records in self._context.membership.roster.stages for record in records)
-        known = [record.loss for record in others if record.peer != self.peer and record.loss is not None]
+        # A generator: once the weights have been judged nobody reads it, and a roster may be long.
+        known = (record.loss for record in others if record.peer != self.peer and record.loss is not None)
         if (failed := self.starting_weights.failed(losses, known)) is not None:
             ours, usual = failed
             disowned = events.Disowned(stage=self.stage, round=self.rounds.finished, loss=ours, usual=usual)

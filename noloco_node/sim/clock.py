@@ -20,8 +20,10 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 MANY_TIMERS = 200
-SELDOM = (100_000, 50, 100)
-"""Thresholds of the garbage collector's generations: a thousand peers cost it a third of the time by default."""
+SELDOM = (1_000_000, 50, 100)
+"""Thresholds of the garbage collector's generations: a thousand peers cost it a third of the time by default. A peer's
+whole session is some 1,500 objects, and hardly anything else is ever garbage, while each look goes through all that
+was made since the last one."""
 
 
 class Deadlock(RuntimeError):

@@ -193,6 +193,7 @@ class SnapshotKeeper:
         for number in range(len(self._server.shapes)):
             if (found := await self._archive.slow(number)) is not None:
                 await self._note(found)
+            del found  # the last one would stay as long as this runs
         while True:
             await asyncio.sleep(LOOK_S)
             due = next_stage(self._standing(), self._rounds, self._config.every)

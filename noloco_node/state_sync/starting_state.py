@@ -83,6 +83,9 @@ class StartingLoss:
             return None
         self._losses += [loss if math.isfinite(loss) else math.inf for loss in losses]
         known = self._usual or list(others)
+        if len(known) < LEAST_OTHERS:
+            # A small run may never have so many, and losses fall: the newest are compared with those of others.
+            del self._losses[:-JUDGED]
         if len(self._losses) < JUDGED or len(known) < LEAST_OTHERS:
             return None
         ours, theirs = median(self._losses), median_low(known)
@@ -280,7 +283,7 @@ class StartingWeights:
         """Whether our weights are a snapshot that has not been found to be worth anything."""
         return self._trial is not None and (not self.judged or self.failed_snapshot.done())
 
-    def failed(self, losses: Sequence[float], known: Sequence[float]) -> tuple[float, float] | None:
+    def failed(self, losses: Sequence[float], known: Iterable[float]) -> tuple[float, float] | None:
         """Judge by the losses of a window, beside those `known` of others; return ours and theirs if ours is far more.
 
         Then the weights are disowned, or `failed_snapshot` is set.

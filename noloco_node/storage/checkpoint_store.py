@@ -182,6 +182,7 @@ class CheckpointWriter:
             checkpoint, self._waiting = self._waiting, None
             if checkpoint is not None:
                 await self._write(checkpoint, last=False)
+            del checkpoint  # until the next one its weights would stay, which the replica may have left for a copy
 
     async def finish(self, checkpoint: Checkpoint) -> bool:
         """Write the last checkpoint, after the one that is being written; say whether the disk took it."""

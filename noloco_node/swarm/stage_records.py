@@ -144,10 +144,11 @@ class PeerTable:
                 self._clock_s += min(reading.now_s - self._aged_s, max(self._lifetime_s / 2, reading.pause_s))
             self._aged_s = reading.now_s
         for peer, published in news.items():
-            believed, offset_s = True, None
-            if peer not in self._entries:
+            believed, offset_s, before = True, None, self._entries.get(peer)
+            if before is None:
                 believed = not is_doubtful(published.at, reading, self._life_s(published))
-            elif published.at:
+            elif published.at and before.believed:
+                # What follows a silence may be as old: after a partition the nodes of the DHT have several versions.
                 offset_s = reading.unix_s - published.at
             self._entries[peer] = PeerEntry(published, raws[peer], self._clock_s, believed, offset_s)
         aged = [

@@ -393,6 +393,21 @@ async def test_whom_the_dht_has_forgotten_it_meets_again_though_connections_outl
         assert entry.expiration_time - time.time() < 20.0
 
 
+async def test_two_parts_of_a_swarm_that_were_cut_apart_find_each_other_though_either_is_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each part has neighbours, connections and a DHT that answers, so nobody lacks anything."""
+    monkeypatch.setattr(libp2p_network, "REJOIN_S", 0.1)
+
+    async with pair() as (one, _, _, _), pair() as (far, _, farther, _):
+        assert await farther.publish("key", farther.peer_id, b"there", RECORD_S)
+        assert await one.read("key") == {}
+        one._context.known_peers.note(map(parse_peer_address, await far.addresses()))
+        while await one.read("key") != {farther.peer_id: b"there"}:  # noqa: ASYNC110 (the DHT sets no event)
+            await asyncio.sleep(0.1)
+        assert one.statistics()["rejoined"] == 0, "it was never out"
+
+
 def dht_of(network: Libp2pNetwork) -> Any:
     """Return hivemind's node."""
     assert network._joined is not None

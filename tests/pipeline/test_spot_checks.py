@@ -120,7 +120,7 @@ async def test_a_replica_is_checked_again_after_a_check_that_decided_nothing() -
 
     peers = Peers("abcdef", script)
     await peers.go_round(250)
-    liar, busy, begun = "a", "cdef", peers.checks.statistics()["calls"]
+    liar, busy, begun = "a", "cde", peers.checks.statistics()["calls"]
     while peers.checks.statistics()["calls"] == begun:
         await peers.ask("a")
     assert peers.found == []

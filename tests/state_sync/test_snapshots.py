@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
+import weakref
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -374,6 +375,29 @@ async def test_a_peer_that_left_a_stage_twice_offers_what_it_left_last_and_nothi
         told = await ask_manifests(other, ["keeper"], WeightsOf(1, shapes, SNAPSHOT))
         assert told.manifests["keeper"].round == round
     assert not (await ask_manifests(other, ["keeper"], WeightsOf(0, shapes, SNAPSHOT))).manifests
+
+
+async def test_a_keeper_holds_no_snapshot_that_lies_on_the_disk() -> None:
+    read: list[weakref.ref[torch.Tensor]] = []
+
+    async def slow(stage: int) -> Checkpoint:
+        weights = torch.ones(2)
+        read.append(weakref.ref(weights))
+        return Checkpoint(counters(stage=stage), {"slow": (weights,)})
+
+    async def beside(work: Any, *arguments: Any) -> Any:
+        return work(*arguments)
+
+    shapes, hub, archive, device = ((2,),), SimNetwork(), SimpleNamespace(slow=slow), SimpleNamespace(beside=beside)
+    network = hub.network("keeper")
+    places: Any = (network, device, archive, [shapes, shapes], lambda size: 60.0, lambda number: False)
+    server = snapshot_keeper.SnapshotServer(*places)
+    config = snapshot_keeper.SnapshotKeeperConfig(run_id="run", seed=0, own=0, every=5)
+    with_roster: Any = (config, server, network, lambda: Roster(stages=((), ())), device, None)
+    keeper = snapshot_keeper.SnapshotKeeper(*with_roster)
+    async with background(keeper.run()):
+        await asyncio.sleep(5.0)
+        assert [each() for each in read] == [None, None]
 
 
 async def test_what_a_stranger_asks_for_is_bounded() -> None:

@@ -229,6 +229,16 @@ def test_once_weights_have_passed_they_are_not_judged_again() -> None:
     assert start.failed([200.0] * JUDGED, others) is None
 
 
+@given(st.lists(st.floats(2.0 * USUAL * FAR, 100.0), min_size=3 * JUDGED, max_size=10 * JUDGED), st.integers(1, 5))
+def test_what_a_replica_lost_before_others_were_known_is_not_held_against_it(before: list[float], window: int) -> None:
+    """A small run may go on for weeks until others come, and its loss falls meanwhile."""
+    start, few = StartingLoss(judges=True), [USUAL] * (LEAST_OTHERS - 1)
+    for loss in [*before, *[USUAL] * JUDGED]:
+        assert start.failed([loss], few) is None
+    assert start.failed([USUAL] * window, [USUAL] * LEAST_OTHERS) is None
+    assert not start.judges
+
+
 def test_nobody_is_judged_by_few_or_in_a_run_that_begins() -> None:
     few = StartingLoss(judges=True)
     assert few.failed([200.0] * JUDGED, [USUAL] * (LEAST_OTHERS - 1)) is None

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sample_counters import counters
 
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.storage.checkpoint_store import SHARE, CheckpointWriter, LastCheckpoint, checkpoint_due
+from noloco_node.tasks import background
 
 
 def checkpoint(round: int) -> Checkpoint:
@@ -109,6 +112,21 @@ async def test_the_last_one_waits_for_the_one_before_it_and_is_always_said() -> 
     assert not await saving.finish(checkpoint(3))
     writing.cancel()
     assert [line.split()[0] for line in (said)] == ["saved", "saved", "could", "could"]
+
+
+async def test_the_writer_keeps_no_weights_between_two_checkpoints() -> None:
+    """The masters of a replica move on to a copy under a step: what it has left is to be free."""
+    saving = CheckpointWriter(Disk(0.1).save, lambda _: None, lambda _: None, every_s=60.0)
+    weights = torch.zeros(4)
+    gone = weakref.ref(weights)
+    async with background(saving.run()):
+        saving.begin(Checkpoint(counters(), {"fast": (weights,)}))
+        del weights
+        await asyncio.sleep(0.05)
+        assert gone() is not None
+        await asyncio.sleep(1.0)
+        assert saving.holds(0, counters().round)
+        assert gone() is None
 
 
 @pytest.mark.parametrize("refuses", [False, True])

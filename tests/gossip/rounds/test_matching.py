@@ -7,6 +7,7 @@ from itertools import combinations
 from statistics import median_low
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
@@ -59,6 +60,25 @@ def test_preferences_list_everybody_once_and_the_partner_first(replicas: set[str
         assert order == preferences(me, shuffled, seed, round)
         if me in partner:
             assert order[0] == partner[me]
+
+
+@few
+@given(st.lists(st.integers(0, 5) | st.integers(-(2**63), 2**63 - 1), min_size=2, max_size=16), st.integers(0, 99))
+def test_the_matching_takes_one_pair_after_another_the_lowest_score_first(tickets: list[int], round: int) -> None:
+    """Also where scores are equal: the first pair in the order of names counts."""
+    replicas = tuple(roster(2 * (len(tickets) // 2)))
+    drawn = torch.tensor(tickets[: len(replicas)])
+    pairs = list(combinations(range(len(replicas)), 2))
+    scores = [int(matching._scores(drawn[one], drawn[other])) for one, other in pairs]
+    expected: dict[str, str] = {}
+    for _, (one, other) in sorted(zip(scores, pairs, strict=True)):
+        if not expected.keys() & {replicas[one], replicas[other]}:
+            expected |= {replicas[one]: replicas[other], replicas[other]: replicas[one]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matching, "_tickets", lambda _salt, _peers: drawn)
+        matching._greedy.cache_clear()
+        assert partners_of_round(replicas, 0, round) == expected
+    matching._greedy.cache_clear()
 
 
 def test_peers_of_all_versions_draw_the_same_pairs() -> None:
