@@ -292,12 +292,12 @@ def check_tensors(path: Path) -> None:
         head, table = _head_of(file)
         promised = _metadata(table).get(_SUM)
         if promised is None:
-            raise ValueError(f"{path.name} has no checksum")
+            raise ValueError("it has no checksum")
         total = hashlib.sha256(_LENGTH.pack(len(head)) + _with_sum(head, str(promised), _BLANK))
         while chunk := file.read(CHUNK_BYTES):
             total.update(chunk)
     if total.hexdigest() != promised:
-        raise ValueError(f"the checksum of {path.name} is wrong: the disk has lost or changed some of it")
+        raise ValueError("its checksum is wrong: the disk has lost or changed some of it")
 
 
 def _header(arrays: Iterable[Array], told: str) -> bytes:

@@ -377,7 +377,12 @@ def test_a_directory_without_rows_is_told_in_a_line(tmp_path: Path) -> None:
     data = DataConfig(source="json", path=str(tmp_path))
     with pytest.raises(UserError, match="There is no data at") as caught:
         open_blocks(data, 16, 0, "p")
-    assert "no directory with .jsonl or .json or .ndjson files in it" in caught.value.why
+    assert "this directory has no .jsonl or .json or .ndjson files" in caught.value.why
+    (tmp_path / "there").symlink_to(tmp_path)
+    with pytest.raises(UserError, match="links to other directories, are passed over"):
+        open_blocks(data, 16, 0, "p")
+    with pytest.raises(UserError, match=r"no directory with \.jsonl or \.json or \.ndjson files in it"):
+        open_blocks(msgspec.structs.replace(data, path=str(tmp_path / "*.jsonl")), 16, 0, "p")
 
 
 def test_text_that_may_not_be_read_is_not_said_to_be_missing(tmp_path: Path) -> None:

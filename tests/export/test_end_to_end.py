@@ -210,7 +210,18 @@ def test_every_file_that_is_skipped_is_named(tmp_path: Path) -> None:
     said: list[str] = []
     (found,) = in_home(home, made.recipe.digest, said.append)
     assert found.path == older
-    assert [line for line in said if line.startswith(f"{newer} is skipped: the checksum of {newer.name}")] == said != []
+    assert said == [f"{newer} is skipped: its checksum is wrong: the disk has lost or changed some of it"]
+    said.clear()
+    newer.write_bytes(b"\1\2\3\4\5\6\7\0")
+    assert [each.path for each in in_home(home, made.recipe.digest, said.append)] == [older]
+    assert said == [f"{newer} is skipped: a header of {0x07060504030201} bytes is none"]
+    newer.unlink()
+    newer.mkdir()
+    said.clear()
+    assert [each.path for each in in_home(home, made.recipe.digest, said.append)] == [older]
+    assert said == [f"{newer} is skipped: Is a directory"]
+    newer.rmdir()
+    newer.write_bytes(older.read_bytes())
     said.clear()
     assert in_home(home, "0" * 64, said.append) == []
     assert len(said) == 2
