@@ -337,9 +337,10 @@ def as_microbatch(tokens: Tensor, *, told: bool, progress: float, budget_s: floa
 
 def check_marked(microbatch: Microbatch, vocabulary: int, *, some_given: bool) -> None:
     """Raise ValueError for targets that no peer sends. `some_given`: whether tokens of this run may be only given."""
-    least = int(microbatch.targets.min())
-    ids = ids_of(microbatch.targets) if least < 0 else microbatch.targets
-    if least < (-FIRST - vocabulary if some_given else 0) or int(ids.max()) >= vocabulary:
+    least, most = map(int, microbatch.targets.aminmax())
+    if least < 0:
+        most = int(ids_of(microbatch.targets).max())
+    if least < (-FIRST - vocabulary if some_given else 0) or most >= vocabulary:
         raise ValueError(f"targets outside the vocabulary of {vocabulary}")
     if least < 0 and not microbatch.learnt:
         raise ValueError("targets of which none is learnt")

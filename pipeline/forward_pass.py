@@ -14,7 +14,8 @@ checkpointing by layers). Backward computes one layer after the other again, lik
 
 If memory runs out, all graphs are dropped and none is kept at first; every `CALM_WINDOWS` windows without another
 shortage, one more may be kept. A forward pass is tried again. A backward pass may have added a part of its gradient:
-the step of its window is skipped, and the microbatch gets MemoryError.
+the step of its window is skipped, and the microbatch gets MemoryError. The step is skipped likewise where torch fails
+for another reason.
 
 In float16 a backward pass is multiplied by a factor (`pipeline.hardware.loss_scale`), and so are the gradients of its
 window. If the input's gradient overflows, the pass runs again with half the factor, and the step is skipped. A stage
@@ -441,6 +442,8 @@ class StagePasses:
         if self._plain is None:
             few = Known(None if tokens is None else tokens[:1, :2])
             whole, states = (self._without_graph(hidden[:1, :2], few, logits=each) for each in (True, False))
+            if whole.isnan().any():
+                return True  # then so is the loss; and it says nothing of the head, which computes in float32 next
             self._plain = torch.equal(whole, logits_of(states))
         return self._plain
 
@@ -595,12 +598,13 @@ class StagePasses:
         return or_memory_error(forward)
 
     def _spoiling(self, backward: Callable[[], T]) -> T:
-        """Run a backward pass; where memory runs out a part of it may have been added, and the window is lost."""
+        """Run a backward pass; where it fails a part of it may have been added, and the window is lost."""
         try:
             return or_memory_error(backward)
-        except MemoryError:
+        except (MemoryError, RuntimeError) as error:
             self._spoiled = True
-            self._make_room()
+            if isinstance(error, MemoryError):
+                self._make_room()
             raise
 
     def _make_room(self) -> None:

@@ -79,7 +79,7 @@ class Microbatch:
     @property
     def learnt(self) -> int:
         """How many tokens its loss is a mean over."""
-        return int((self.targets[:, -self.hidden.shape[1] :] >= 0).sum())
+        return int((self.targets[:, -self.hidden.shape[1] :] >= 0).count_nonzero())
 
     @property
     def learnt_share(self) -> float:

@@ -421,7 +421,8 @@ class SpotChecks:
 
     async def check(self, peer: str, microbatch: Microbatch, reply: Gradient, deadline_s: float) -> Gradient:
         """Now and then call other replicas too; return the gradient to use for a microbatch."""
-        if microbatch.learnt_share * count_of(self._codec.down, microbatch.hidden) < LEAST_VALUES:
+        count = count_of(self._codec.down, microbatch.hidden)
+        if count < LEAST_VALUES or microbatch.learnt_share * count < LEAST_VALUES:
             return reply
         agreed = self._answered[peer] = self._answered.pop(peer, False)
         if len(self._answered) > MOST_ANSWERED:

@@ -182,22 +182,30 @@ class OuterOptimiser:
 
         `ours_older`: its weights have met others' later than ours; then another ConnectionAbortedError may be raised.
         """
-        return await self._compute(self._bounded, self._fast_bound, partner, sides, snapshot.fast, snapshot, ours_older)
+        return await self._bounded(self._fast_bound, snapshot.fast, partner, sides, snapshot, ours_older)
 
     async def bound_slow(self, partner: str, sides: Sides, snapshot: Snapshot, *, ours_older: bool) -> Sides:
         """Do likewise with slow weights; the snapshot says how far ours have come since."""
         ours = OwnWeights(self.state.slow)
-        return await self._compute(self._bounded, self._slow_bound, partner, sides, ours, snapshot, ours_older)
+        return await self._bounded(self._slow_bound, ours, partner, sides, snapshot, ours_older)
 
-    def _bounded(
-        self, bound: InfluenceBound, partner: str, sides: Sides, ours: OwnWeights, snapshot: Snapshot, ours_older: bool
+    async def _bounded(
+        self, bound: InfluenceBound, ours: OwnWeights, partner: str, sides: Sides, snapshot: Snapshot, ours_older: bool
     ) -> Sides:
-        deviation = measure(sides.theirs, ours, self.state.slow, snapshot.fast)
-        only = len(self._partners()) < 2
-        share = bound.share(
-            partner, deviation, round_fraction=snapshot.round_fraction, only=only, ours_older=ours_older
-        )
-        return sides._replace(share=share)
+        only = self._has_one_partner
+
+        def share() -> float:
+            deviation = measure(sides.theirs, ours, self.state.slow, snapshot.fast)
+            return bound.share(
+                partner, deviation, round_fraction=snapshot.round_fraction, only=only, ours_older=ours_older
+            )
+
+        return sides._replace(share=await self._compute(share))
+
+    @property
+    def _has_one_partner(self) -> bool:
+        """Whether our stage has no other partner; asked before a computation, whose thread does not have the roster."""
+        return len(self._partners()) < 2
 
     async def adopting(self, wire: Tensors, snapshot: Snapshot, *, disowned: bool) -> Step:
         """Check weights that we are to adopt; return the step to them. `disowned`: ours are known to be worth nothing.
@@ -205,13 +213,13 @@ class OuterOptimiser:
         Raises another ConnectionAbortedError than Implausible where the partner may be right, and we do not follow.
         """
         theirs = Coded(absolute(self._codec), wire)
-        own, fast = self._adopted(snapshot), snapshot.fast
+        own, fast, only = self._adopted(snapshot), snapshot.fast, self._has_one_partner
 
         def check_theirs() -> None:
             check(theirs, own, own.norm())
             if not disowned:
                 deviation = measure(theirs, fast, self.state.slow, fast)
-                self._fast_bound.check_adopted(deviation, only=len(self._partners()) < 2)
+                self._fast_bound.check_adopted(deviation, only=only)
 
         await self._compute(check_theirs)
         return Step(fast, adopts=theirs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -44,11 +44,9 @@ class HookedNetwork:
 
     @asynccontextmanager
     async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Conversation]:
-        async with AsyncExitStack() as talking:
-            async with AsyncExitStack() as calling:
-                for hook in self._hooks:
-                    await calling.enter_async_context(hook.calling(peer))
-                conversation = await talking.enter_async_context(self._network.talk(peer, topic, schema))
+        talk = self._network.talk(peer, topic, schema)
+        conversation = await self._enter(talk, peer)
+        async with _Entered(talk):
             for hook in self._hooks:
                 conversation = hook.opened(conversation, topic)
             try:
@@ -57,6 +55,16 @@ class HookedNetwork:
                 for hook in self._hooks:
                     hook.lost(peer, error)
                 raise
+
+    async def _enter(self, talk: AbstractAsyncContextManager[Conversation], peer: str) -> Conversation:
+        """Open a conversation within the contexts of all hooks, of which nothing stays behind: many are kept open."""
+        async with AsyncExitStack() as opened:
+            async with AsyncExitStack() as calling:
+                for hook in self._hooks:
+                    await calling.enter_async_context(hook.calling(peer))
+                conversation = await opened.enter_async_context(talk)
+            opened.pop_all()
+        return conversation
 
     async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
         for hook in self._hooks:
@@ -86,6 +94,21 @@ class HookedNetwork:
         for hook in self._hooks:
             counts |= hook.statistics()
         return counts
+
+
+class _Entered:
+    """A context that was entered before, and ends with this one."""
+
+    __slots__ = ("_context",)
+
+    def __init__(self, context: AbstractAsyncContextManager[object]) -> None:
+        self._context = context
+
+    async def __aenter__(self) -> None:
+        """Do nothing."""
+
+    async def __aexit__(self, *error: Any) -> bool | None:
+        return await self._context.__aexit__(*error)
 
 
 class HookedConversation:

@@ -17,7 +17,7 @@ import asyncio
 import math
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -127,8 +127,8 @@ class ConversationPool:
 
     def __init__(self, network: PeerNetwork, topic: str, schema: Schema) -> None:
         self._network, self._topic, self._schema = network, topic, schema
-        self._idle: dict[Conversation, tuple[AsyncExitStack, float]] = {}
-        """What ends each, and since when it has been idle (loop seconds); the one used last comes last."""
+        self._idle: dict[Conversation, tuple[AbstractAsyncContextManager[Conversation], float]] = {}
+        """The context of each, and since when it has been idle (loop seconds); the one used last comes last."""
         self._idle_with: defaultdict[str, list[Conversation]] = defaultdict(list)
         """The same by peer."""
         self._closed = False
@@ -140,13 +140,16 @@ class ConversationPool:
         Leaving the context by an exception breaks the stream and cancels what the callee still does. Leaving it in the
         ordinary way, which is for who has received the answer, hands the conversation to the next call.
         """
-        conversation, ending = await self._take(peer)
-        async with ending:
+        conversation, talk = await self._take(peer)
+        async with AsyncExitStack() as ending:
             if conversation is None:
-                conversation = await ending.enter_async_context(self._network.talk(peer, self._topic, self._schema))
+                conversation = await ending.enter_async_context(talk)
+            else:
+                ending.push_async_exit(talk)
             yield conversation
             if not self._closed:
-                self._idle[conversation] = (ending.pop_all(), loop_s())
+                ending.pop_all()
+                self._idle[conversation] = (talk, loop_s())
                 self._idle_with[conversation.peer].append(conversation)
         if len(self._idle) > MOST_POOLED:
             await self._end(next(iter(self._idle)))
@@ -156,8 +159,11 @@ class ConversationPool:
         for conversation in list(self._idle):
             await self._end(conversation)
 
-    async def _take(self, peer: str) -> tuple[Conversation | None, AsyncExitStack]:
-        """Return the conversation with a peer that was used last, and what ends it; end those idle for too long."""
+    async def _take(self, peer: str) -> tuple[Conversation | None, AbstractAsyncContextManager[Conversation]]:
+        """Return the conversation with a peer that was used last, and its context, or the context of a new one.
+
+        Ends those idle for too long.
+        """
         oldest_s = loop_s() - IDLE_S
         while (oldest := next(iter(self._idle.items()), None)) is not None and oldest[1][1] <= oldest_s:
             await self._end(oldest[0])
@@ -166,21 +172,21 @@ class ConversationPool:
             if conversation.is_quiet:
                 return conversation, self._remove(conversation)
             await self._end(conversation)
-        return None, AsyncExitStack()
+        return None, self._network.talk(peer, self._topic, self._schema)
 
     async def _end(self, conversation: Conversation) -> None:
         """End a conversation, unless another call took it meanwhile."""
         if conversation in self._idle:
-            await self._remove(conversation).aclose()
+            await self._remove(conversation).__aexit__(None, None, None)
 
-    def _remove(self, conversation: Conversation) -> AsyncExitStack:
-        """Take a conversation out of the pool; return what ends it."""
-        ending, _ = self._idle.pop(conversation)
+    def _remove(self, conversation: Conversation) -> AbstractAsyncContextManager[Conversation]:
+        """Take a conversation out of the pool; return its context."""
+        talk, _ = self._idle.pop(conversation)
         mine = self._idle_with[conversation.peer]
         mine.remove(conversation)
         if not mine:
             del self._idle_with[conversation.peer]
-        return ending
+        return talk
 
 
 class SendTurns:

@@ -284,15 +284,16 @@ def test_each_message_is_hashed_once_and_not_in_the_devices_thread(monkeypatch: 
 class Scarce:
     """Lets autograd fail as a GPU does: after some gradients of a backward pass, or in a forward pass."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: RuntimeError | None = None) -> None:
         self._patch = monkeypatch
+        self._error = error or torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     def forwards(self, stage: Stage, times: int) -> None:
         run, left = Stage._graph.__get__(stage), iter(range(times))
 
         def failing(*given: Any, **more: Any) -> Any:
             if next(left, None) is not None:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+                raise self._error
             return run(*given, **more)
 
         self._patch.setattr(stage, "_graph", failing)
@@ -303,7 +304,7 @@ class Scarce:
 
         def fail(_: Tensor) -> None:
             handle.remove()
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+            raise self._error
 
         handle = leaf.register_hook(fail)  # type: ignore[no-untyped-call]
 
@@ -330,6 +331,21 @@ def test_a_backward_pass_that_fails_half_way_costs_its_window_and_nothing_else(
         assert each.step(1e-2, 1).applied
     assert all(torch.equal(a, b) for a, b in zip(calm.weights(), stage.weights(), strict=True))
     assert (stage.statistics()["shortages"], stage.statistics()["skipped_steps"]) == (1, 1)
+
+
+def test_a_backward_pass_that_fails_for_another_reason_costs_its_window_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure in a conversation with a peer ends that conversation, and the training goes on."""
+    stage = staged("llama")
+    before, bad, late = stage.weights(), *(stage.forward(ids(seed)) for seed in range(2))
+    Scarce(monkeypatch, RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")).backwards(stage)
+    with pytest.raises(RuntimeError, match="cuDNN"):
+        bad.backward(torch.ones_like(bad.output))
+    assert any(weight.grad is not None for weight in stage._weights), "a part had been added"
+    assert late.has_graph
+    assert not stage.step(1e-2, 1).applied
+    assert all(map(torch.equal, before, stage.weights()))
+    late.backward(torch.ones_like(late.output))
+    assert stage.step(1e-2, 1).applied
 
 
 def test_a_forward_pass_without_memory_is_tried_again_without_the_other_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,13 +155,17 @@ def test_a_stage_whose_activations_overflow_goes_on_in_float32() -> None:
     assert all(map(torch.equal, *(stage.weights() for stage in both)))
 
 
-def test_a_last_stage_whose_logits_overflow_goes_on_in_float32() -> None:
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_last_stage_whose_logits_overflow_goes_on_in_float32(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not at_once:
+        monkeypatch.setattr("pipeline.forward_pass.LOGITS", 61)
     both = pair(2)
     for stage in both:
         wide(stage)
     replies = [stage.loss(hidden(), drawn_ids(3, 2, 9)) for stage in both]
     assert replies[0].loss == replies[1].loss
     assert torch.equal(replies[0].hidden, replies[1].hidden)  # type: ignore[arg-type]
+    assert all(stage._plain for stage in both) == (not at_once), "the logits of a few tokens exist at a time"
 
 
 def test_a_gradient_beyond_any_factor_is_given_up() -> None:

@@ -110,6 +110,7 @@ class TestCell:
             "adapters": Adapters(base_text="prose"),
             "fine_tuning": FineTuning(text="prose"),
             "optimiser": "muon",
+            "appointments": 1.0,
         }
         assert set(others) == set(ADDED_LATER)
         changed = [msgspec.structs.replace(cell, **{name: value}) for name, value in others.items()]

@@ -151,20 +151,13 @@ class StreamEnd:
                 self._check()
 
     async def receive(self) -> Any:
-        if self._down is not None:
-            await self._wait_for_message()
-            await self._admitted(self._down, self._inbox[0])
-        if not self._inbox:
-            await self._wait_for_message()
-        return self._inbox.pop(0)
-
-    async def _admitted(self, pace: Pace, message: Any) -> None:
-        """Return when a message may pass, with the bytes that it has over libp2p."""
-        size = wire.message_bytes(message, self.schema)
-        await pace.admit(size, size)
-
-    async def _wait_for_message(self) -> None:
-        while not self._inbox:
+        # One coroutine, for thousands of conversations wait here at a time.
+        pace = self._down
+        while not self._inbox or pace is not None:
+            if self._inbox and pace is not None:
+                await self._admitted(pace, self._inbox[0])
+                pace = None
+                continue
             self._check()
             if self._waiter is not None:
                 raise RuntimeError(f"two tasks receive at once from {self._peer} about {self.topic}")
@@ -173,6 +166,12 @@ class StreamEnd:
                 await self._waiter
             finally:
                 self._waiter = None
+        return self._inbox.pop(0)
+
+    async def _admitted(self, pace: Pace, message: Any) -> None:
+        """Return when a message may pass, with the bytes that it has over libp2p."""
+        size = wire.message_bytes(message, self.schema)
+        await pace.admit(size, size)
 
     def _check(self) -> None:
         if self._broken is not None:

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from noloco_node.network.interface import Handler
@@ -46,18 +46,11 @@ class SimPeerNetwork(StreamHost):
         """Return no address: in a simulation the id of a peer is enough to reach it."""
         return ()
 
-    @asynccontextmanager
-    async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[StreamEnd]:
+    def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[StreamEnd]:
         """Open a conversation; ConnectionRefusedError when the peer is gone, silent, only dials, or does not serve
         `topic`, and when the dial is lost.
         """
-        end = await self._dial(peer, topic, schema)
-        try:
-            yield end
-        except BaseException:
-            end.abort("this end was left")
-            raise
-        end.end()
+        return _Talk(self, peer, topic, schema)
 
     async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
         self._served[topic] = (schema, handler)
@@ -114,7 +107,7 @@ class SimPeerNetwork(StreamHost):
 
     # How a conversation begins, and what answers it.
 
-    async def _dial(self, peer: str, topic: str, schema: Schema) -> StreamEnd:
+    async def dial(self, peer: str, topic: str, schema: Schema) -> StreamEnd:
         """Open a conversation and start the other's handler; see `talk` for the errors."""
         medium, loop = self._medium, asyncio.get_running_loop()
         begun_s = loop.time()
@@ -171,6 +164,25 @@ class SimPeerNetwork(StreamHost):
             end.end()
         finally:
             self.answering.pop(end, None)
+
+
+class _Talk:
+    """The context of a conversation. Many are open at a time, and a generator for each would take a kilobyte."""
+
+    __slots__ = ("_end", "_network", "_peer", "_schema", "_topic")
+
+    def __init__(self, network: SimPeerNetwork, peer: str, topic: str, schema: Schema) -> None:
+        self._network, self._peer, self._topic, self._schema = network, peer, topic, schema
+
+    async def __aenter__(self) -> StreamEnd:
+        self._end = await self._network.dial(self._peer, self._topic, self._schema)
+        return self._end
+
+    async def __aexit__(self, kind: type[BaseException] | None, _error: object, _trace: object) -> None:
+        if kind is None:
+            self._end.end()
+        else:
+            self._end.abort("this end was left")
 
 
 _DEFAULTS = NetworkConditions()

@@ -115,7 +115,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     pseudo-gradients by their staleness. `compensation`: of how far the weights have moved meanwhile.
     Of asynchronous gossip alone: `slower_lines`: by which factor. `charged`: coding and outer steps take the device's
     time, in their turn. `beside`: they take it beside the inner steps. `roster_lag_s`: by how much what is known of the
-    others is out of date.
+    others is out of date. `appointments`: who meets whom and when is agreed a round ahead, with step sizes that are
+    stale by a round and wider by this factor; None: in the round itself, as in production.
     `conditions`: of the methods `quorum_mean`, `late_mean` and `gossip`; `steps` are then those of the fastest machine.
     `adapters`: what is trained in the place of all weights; `text` is then what they are trained on and judged by.
     `fine_tuning`: what the merged model is trained on at the end; its losses there are among the notes of the result.
@@ -161,6 +162,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     adapters: Adapters | None = None
     fine_tuning: FineTuning | None = None
     optimiser: Optimiser | None = None
+    appointments: float | None = None
 
     @property
     def budget(self) -> int:
@@ -185,7 +187,7 @@ ADDED_LATER = {
         *("common_start", "often_at_end", "last_rounds", "weighed", "slower_lines", "charged", "beside"),
         *("roster_lag_s", "scale", "text", "fragments", "overlap", "mixing", "density", "pushes"),
         *("batch", "sharding", "grace_s", "discount", "compensation", "conditions", "adapters"),
-        *("fine_tuning", "optimiser"),
+        *("fine_tuning", "optimiser", "appointments"),
     )
 }
 """Fields that results from before do not know, and their defaults."""

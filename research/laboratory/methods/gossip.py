@@ -27,6 +27,7 @@ from noloco_node.sim.network.sim_network import SimNetwork
 from research.laboratory.experiments.hardware_model import LATENCY_S, bytes_per_s, compute_s
 from research.laboratory.experiments.task import run_of
 from research.laboratory.methods.adapters import AlternatingStage
+from research.laboratory.methods.appointments import APPOINTMENTS, AppointedRounds, Terms, appointment_schema
 from research.laboratory.methods.lagging_roster import Crowd
 from research.laboratory.methods.replicas import Replica, Swarm
 from research.laboratory.methods.virtual_trainee import Device
@@ -60,7 +61,12 @@ class Gossiper:
             timeouts=round_timeouts(run, NodeOptions(), swarm.weight_bytes),
         )
         origin = origin_of(replica) if copied is None else copied
-        self.rounds = Rounds(peer, run.outer, origin, self, around)
+        self.rounds: Rounds | AppointedRounds
+        if cell.appointments is None:
+            self.rounds = Rounds(peer, run.outer, origin, self, around)
+        else:
+            terms = Terms(self._talk_of_one, replica.step_s, cell.appointments)
+            self.rounds = AppointedRounds(peer, run.outer, origin, self, around, terms)
         crowd.join(peer, 1.0 / replica.step_s, origin.rounds)
         self.lateness: list[int] = []
         """Inner steps between each snapshot and its correction."""
@@ -88,6 +94,11 @@ class Gossiper:
         async with self._network.talk(peer, GOSSIP, self._schema) as conversation:
             yield conversation
 
+    @asynccontextmanager
+    async def _talk_of_one(self, peer: str) -> AsyncIterator[Conversation]:
+        async with self._network.talk(peer, APPOINTMENTS, appointment_schema(self._schema)) as conversation:
+            yield conversation
+
     def _record(self, event: Event) -> None:
         if isinstance(event, OuterStepTaken):
             self._crowd.note(self._network.peer_id, self.rounds.finished)
@@ -100,6 +111,9 @@ class Gossiper:
     async def serve(self) -> None:
         """Answer whoever asks for a meeting."""
         await self._network.serve(GOSSIP, self._schema, self.rounds.serve)
+        if isinstance(self.rounds, AppointedRounds):
+            answer = self.rounds.appointments.answer_offer
+            await self._network.serve(APPOINTMENTS, appointment_schema(self._schema), answer)
 
     async def live(self) -> None:
         """Train until the swarm's budget is spent, gossip meanwhile, meet once more, and leave."""
@@ -150,5 +164,7 @@ async def gossip(swarm: Swarm) -> None:
         one.replica.sent_bytes += counted["bytes_sent"]
     for name in ("met", "solo", "skipped", "retaken", "lost"):
         swarm.notes[name] = sum(counted[name] for counted in counts)
+    if cell.appointments is not None:
+        swarm.notes["appointed"] = sum(counted["appointed"] for counted in counts)
     late = [steps for one in everybody for steps in one.lateness]
     swarm.notes["steps_late"] = sum(late) / max(1, len(late))

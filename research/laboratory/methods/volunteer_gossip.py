@@ -73,6 +73,8 @@ class VolunteerGossip:
         counted = gossiper.rounds.statistics()
         for name in COUNTS:
             self.counts[name] += counted[name]
+        if "appointed" in counted:
+            self.counts["appointed"] = self.counts.get("appointed", 0.0) + counted["appointed"]
         self.lateness += gossiper.lateness
 
 

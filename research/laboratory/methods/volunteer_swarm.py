@@ -145,7 +145,8 @@ class VolunteerSwarm(Swarm):
                 gone(replica)
                 present.cancel()
             if absence.kind == "crash":
-                replica.stages = open_stages(run_of(self.cell), self._layout)
+                nesterov = self.cell.optimiser == "adamw_nesterov"
+                replica.stages = open_stages(run_of(self.cell), self._layout, nesterov=nesterov)
             await _until(absence.end_s)
             self.away.discard(replica)
         await life(replica)

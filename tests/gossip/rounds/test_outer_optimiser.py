@@ -1,7 +1,9 @@
 """A step in place and in pieces is the outer rule to the bit, and what cannot be right moves nothing."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from gossip.settings import BLOCK, Format
 from research.codec.whole_sets import decode
 from research.theory.pair_step import step_alone, step_pair
 
+T = TypeVar("T")
 SHAPES = ((3, 700), (), (0,), (2 * BLOCK + 5,), (1,))
 few = settings(max_examples=25)
 seeds = st.integers(0, 2**31)
@@ -276,6 +279,36 @@ async def test_a_meeting_that_breaks_half_way_leaves_everything_as_it_was(spoil:
         assert same(everything(one, snapshot), before)
         await one.correct(await one.take(Step(snapshot.fast, await one.hear_fast(mine.coded.wire, snapshot, mine))))
         assert not same(everything(one, snapshot), before)
+
+
+async def test_no_computation_asks_for_the_roster() -> None:
+    """It runs in another thread than what changes the roster."""
+    asked, computes = [], False
+
+    def partners() -> tuple[str, ...]:
+        asked.append(computes)
+        return ("a", "b")
+
+    async def compute(function: Callable[..., T], /, *args: object) -> T:
+        nonlocal computes
+        computes = True
+        try:
+            return function(*args)
+        finally:
+            computes = False
+
+    state = OuterState(draw(1, 1))
+    one = OuterOptimiser(SETTINGS, state, Held(), compute, seed=1, partners=partners)  # type: ignore[arg-type]
+    snapshot = await one.snapshot(0)
+    for encoded, hear, bound in (
+        (await one.encode_fast(snapshot, ()), one.hear_fast, one.bound_fast),
+        (await one.encode_slow(()), lambda wire, _, mine: one.hear_slow(wire, mine), one.bound_slow),
+    ):
+        heard = await hear(encoded.coded.wire, snapshot, encoded)
+        assert (await bound("a", heard, snapshot, ours_older=False)).share == 1.0
+    wire = (await one.encode_absolute(snapshot)).coded.wire
+    await one.adopting(wire, snapshot, disowned=False)
+    assert asked == [False] * 3
 
 
 async def test_a_step_is_taken_in_the_memory_that_is_there() -> None:
