@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from noloco_node.export.continue_run import continuing_text
 from noloco_node.export.exporter import export, merge_files, of_homes
 from noloco_node.export.replica_files import ReplicaReader, in_home, newest
 from noloco_node.export.sources import model_in, read_provenance, recipe_of
+from noloco_node.inference import evaluation
 from noloco_node.inference.evaluation import _text, evaluate
 from noloco_node.inference.generation import generate
 from noloco_node.planning.checkpoint_map import RunWeights
@@ -353,9 +355,11 @@ def test_what_is_no_checkpoint_is_refused_before_a_run_file_is_written(
 
 
 def test_evaluation_of_homes_is_that_of_the_export_and_of_each_replica(
-    taken: tuple[Homes, list[Path], Path], tmp_path: Path
+    taken: tuple[Homes, list[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, homes, out = taken
+    told: list[str] = []
+    monkeypatch.setattr(evaluation, "say", told.append)
     asked = partial(evaluate, data=text_in(tmp_path), batches=1)
     rows = json.loads(asked(homes=homes, as_json=True))["models"]
     names = ["merged", *[f"stage {stage}, {stage}{n}, round 40" for stage in (0, 1) for n in (0, 1)]]
@@ -369,6 +373,15 @@ def test_evaluation_of_homes_is_that_of_the_export_and_of_each_replica(
     assert mixed[0].taken[0].round == 40
     single = json.loads(asked(homes=alone, as_json=True))["models"]
     assert single[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-6), "stage 0 has one replica: that is its mean"
+    assert (
+        json.loads(asked(homes=[*homes, shutil.copytree(homes[0], tmp_path / "copy")], as_json=True))["models"] == rows
+    )
+    assert [line.partition(", each")[0] for line in told if line.startswith("evaluating")] == [
+        "evaluating the merged model and 4 replicas",
+        *[line.partition(", each")[0] for line in told if str(out) in line],
+        "evaluating the merged model and 3 replicas",
+        "evaluating the merged model and 4 replicas",
+    ]
     said = asked((out, out))
     assert said.count(f"{out}: loss ") == 2
 
