@@ -68,6 +68,7 @@ class Project:
         self.name = f"noloco-test-{os.getpid()}"
         compose = ["docker", "compose"] if self._has_plugin() else ["docker-compose"]
         self._compose = [*compose, "-p", self.name, "-f", f"docker/{file}"]
+        self._every = [*self._compose, "--profile", "*"]
         self._image = image
 
     @staticmethod
@@ -77,7 +78,11 @@ class Project:
     def __call__(self, *words: str) -> bytes:
         settings = {"IMAGE": self._image, "PUBLISH": "4001-4005", "TEXT": str(ROOT / "docs")}
         # The engine of a busy machine takes its time; compose version 1 gives it a minute otherwise.
-        return run(*self._compose, *words, COMPOSE_HTTP_TIMEOUT="600", **settings)
+        # Compose 2 neither stops nor removes what belongs to a profile that is not named.
+        command = (
+            self._every if words[0] in ("stop", "down") and len(words) > 1 and words[1][0] == "-" else self._compose
+        )
+        return run(*command, *words, COMPOSE_HTTP_TIMEOUT="600", **settings)
 
     def containers(self, service: str) -> list[str]:
         """Return the ids of a service's containers, running or not, oldest first."""
