@@ -2,8 +2,8 @@
 # What a container of this image does, by its first word:
 #   bootstrap [OPTION...]   host a swarm: the run file of /run-dir where a directory is mounted, else of /run.toml, else
 #                           one made from PRESET
-#   node [OPTION...]        join by the invite in the file INVITE_FILE, as soon as it is there; on the text in /text, if
-#                           there is any
+#   node [OPTION...]        join by the invite in /invite-file, or else in the file INVITE_FILE as soon as it is there; on
+#                           the text in /text, if there is any
 #   export [OPTION...]      write the model of that swarm to /exported/model, the next one to /exported/model-2, ...
 #   healthy                 leave with 0 while this container does its work
 #   anything else           noloco-node with these words
@@ -35,9 +35,12 @@ await_invite() {
   done
 }
 
-# Compose, by its version, makes an empty directory of what a setting names and is not there.
-expect_file() {
-  [ ! -d "$1" ] || refuse "$2 in docker/.env names no file."
+# expect file|directory PATH SETTING: what is another thing would be taken for a setting that was never made. Compose
+# mounts /dev/null for those; and, by its version, makes an empty directory of what is not there.
+expect() {
+  if [ ! -e "$2" ] || [ -c "$2" ]; then return; fi
+  case $1 in file) [ -f "$2" ] ;; *) [ -d "$2" ] ;; esac || refuse "$3 in docker/.env names no $1."
+  [ -r "$2" ] || refuse "user $(id -u) cannot read what $3 in docker/.env names."
 }
 
 role=${1:-}
@@ -45,7 +48,8 @@ case $role in
 bootstrap)
   shift
   run=/run-file/run.toml
-  expect_file /run.toml RUN_FILE
+  expect file /run.toml RUN_FILE
+  expect directory /run-dir RUN_DIR
   if [ -d /run-dir ]; then
     run=/run-dir/run.toml
     [ -r "$run" ] || refuse "RUN_DIR in docker/.env names a directory without a run.toml that user $(id -u) can read."
@@ -59,7 +63,12 @@ bootstrap)
   ;;
 node)
   shift
-  expect_file /invite/invite INVITE_FILE
+  expect file "$shared_invite" INVITE_FILE
+  expect file /invite-file INVITE_FILE
+  expect directory /text TEXT
+  # The volume of a swarm on this machine has a file, in time.
+  [ ! -c "$shared_invite" ] || refuse "INVITE_FILE names no file: set it in docker/.env, or before the command."
+  if [ -f /invite-file ]; then invite_file=/invite-file; fi
   await_invite
   if [ -d /text ]; then set -- --data /text "$@"; fi
   exec noloco-node join - --home "$home" "$@" << INVITE

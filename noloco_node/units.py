@@ -37,9 +37,14 @@ _SIZE = re.compile(_NUMBER + r"(?P<prefix>[kmgt]?)(?P<binary>i?)b(?:ytes?)?\s*",
 def format_count(number: int) -> str:
     """Return a number of things: 754,816 or 3.28 million."""
     for power, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
-        if number >= power:
-            return f"{number / power:.3g} {word}"
+        if number >= 0.9995 * power:
+            return f"{number / power:.3g} {word}" if number < 999 * power else f"{number / power:,.0f} {word}"
     return f"{number:,}"
+
+
+def format_roughly(number: float) -> str:
+    """Return a number by two digits, or its whole part: 0.034, 1.7, 110."""
+    return f"{number:,.0f}" if number >= 9.95 else f"{number:.2g}"
 
 
 def format_bytes(count: float) -> str:

@@ -330,11 +330,11 @@ def decide(
     work: Sequence[float],
     pace: StagePace,
     now_s: float,
-    proved: Collection[str] | None = None,
+    proved: Collection[str],
 ) -> MigrationDecision:
     """Judge one reading of all stages: stay, announce to go, or go.
 
-    `proved`: peers of our stage that have brought weights to us; we do not leave it to names alone. None: all peers.
+    `proved`: peers of our stage that have brought weights to us; we do not leave it to names alone.
     """
     others = [claim for claim in claims if claim.moves_to is not None and claim.peer != me.peer]
     heard = {claim.peer: state.heard.get(claim.peer, 0) + 1 for claim in others}
@@ -381,9 +381,9 @@ def _own_move(me: OwnPlacement, state: MigrationState, found: Sequence[Move]) ->
     return next((each for each in candidates if each.peer == me.peer), None)
 
 
-def _is_held(stage: int, claims: Sequence[StageClaim], proved: Collection[str] | None) -> bool:
-    """Say whether a peer of `proved` (None: any peer) stays at a stage."""
-    return proved is None or any(
+def _is_held(stage: int, claims: Sequence[StageClaim], proved: Collection[str]) -> bool:
+    """Say whether a peer of `proved` stays at a stage."""
+    return any(
         claim.stage == stage and claim.training and claim.moves_to is None and claim.peer in proved for claim in claims
     )
 

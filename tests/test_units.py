@@ -15,6 +15,7 @@ from noloco_node.units import (
     format_count,
     format_duration,
     format_rate,
+    format_roughly,
     parse_bytes,
     parse_rate,
 )
@@ -40,6 +41,12 @@ def test_a_duration_is_short_and_about_right(seconds: float) -> None:
     assert len(format_duration(seconds)) <= 14
 
 
+@given(st.floats(1e-4, 1e12))
+def test_a_rough_number_has_two_digits_and_no_exponent(number: float) -> None:
+    assert "e" not in format_roughly(number)
+    assert float(format_roughly(number).replace(",", "")) == pytest.approx(number, rel=0.06)
+
+
 def test_durations_and_counts_are_said_as_people_say_them() -> None:
     assert [format_duration(seconds) for seconds in (0.2, 9.6, 98.9, 99.5, 5900, 6000, 7200, 2e5, math.inf)] == [
         "0.2 s",
@@ -54,6 +61,15 @@ def test_durations_and_counts_are_said_as_people_say_them() -> None:
     ]
     assert [format_clock(seconds) for seconds in (-1, 5, 75, 3725)] == ["0:00", "0:05", "1:15", "1:02:05"]
     assert [format_count(number) for number in (0, 754_816, 3_280_000)] == ["0", "754,816", "3.28 million"]
+    counts = (999_499, 999_500, 999_499_999, 999_500_000, 999_999_999_999, 123_456 * 10**12)
+    assert [format_count(number) for number in counts] == [
+        "999,499",
+        "1 million",
+        "999 million",
+        "1 billion",
+        "1 trillion",
+        "123,456 trillion",
+    ]
     assert [format_bytes(count) for count in (0, 999, 1536, 120e6, 999.7e6)] == [
         "0 B",
         "999 B",

@@ -222,7 +222,7 @@ def _decide(stages: list[list[PeerRecord]], roster: Roster, rng: Draws) -> None:
     assert all(map(math.isfinite, (*capacity, *powers(claims, WORK).values())))
     reason(choose_stage(capacity, (0, 1), rng), capacity, 0.5)
     should_yield("honest-0", claims, WORK)
-    decide(OwnPlacement("honest-0", 0, 0.0), MigrationState(), claims, WORK, StagePace(), 100.0)
+    decide(OwnPlacement("honest-0", 0, 0.0), MigrationState(), claims, WORK, StagePace(), 100.0, ())
     issued, signed = IssuedReceipts(1), {tag_of(each.peer): {"liar-1": each.claimed} for each in roster.other_sources}
     issued.add("liar-0", stages[0][-1].samples, 16)
     met = met_work("honest-0", issued, signed)

@@ -123,7 +123,7 @@ def _without_idle(replicas: tuple[str, ...], seed: int, round: int) -> tuple[str
     return tuple(peer for peer in replicas if peer != idle)
 
 
-@lru_cache(maxsize=2**12)
+@lru_cache(maxsize=2**14)  # a thousand simulated peers are in several rounds at a time
 def _ticket(salt: str, peer: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{salt}|{peer}".encode()).digest()[:8], "big")
 

@@ -76,7 +76,8 @@ def parsed(invite: str | PathLike[str], options: Mapping[str, object]) -> tuple[
         hint = "the options of `noloco-node join`, such as max_upload for --max-upload (docs/python.md)"
         raise usage_error(f"There is no option {min(unknown)}.", "a misspelt one would silently do nothing", hint)
     paths = {name: given[name] for name in ("home", "weights") if isinstance(given.get(name), str | PathLike)}
-    given |= {name: typed(path) for name, path in paths.items()}
+    # The node reads them when the program may be in another directory.
+    given |= {name: typed(path).absolute() for name, path in paths.items()}
     if isinstance(given.get("data"), PathLike):
         given["data"] = fspath(given["data"])
     for name in given.keys() & {"listen", "announce", "local", "sample", "log_to"}:

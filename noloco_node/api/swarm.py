@@ -67,7 +67,7 @@ class Swarm:
 
     def __init__(self, invite: str | PathLike[str], *, home: str | PathLike[str] | None = None) -> None:
         """Raise `noloco_node.errors.UserError` for what is no invite. `home`: has our ticket in a run with an owner."""
-        self._home = default_home("node") if home is None else typed(home)
+        self._home = default_home("node") if home is None else typed(home).absolute()
         self._invite = invites.found(invite_text(str(invite)), self._home)
         invites.parse(self._invite)
 

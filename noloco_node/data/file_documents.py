@@ -352,9 +352,12 @@ def find_files(path: str, suffixes: tuple[str, ...] = ("",)) -> list[tuple[str, 
             os.listdir(given)
         plain_ones = [suffix for suffix in suffixes if suffix.count(".") == 1]  # packed ones would make a long list
         of_kind = f"{' or '.join(plain_ones)} " if plain_ones else ""
+        within = "it is no file, no directory with {}files in it, and no glob that matches one"
+        if os.path.isdir(given):
+            within = "this directory has no {}files; hidden ones, and links to other directories, are passed over"
         raise config_error(
             what,
-            why=f"it is no file, no directory with {of_kind}files in it, and no glob that matches one",
+            why=within.format(of_kind),
             hint="an existing path; it is read relative to the directory in which the command was started",
         )
     return found

@@ -1,8 +1,8 @@
 """Rows of JSON Lines and Parquet files on this machine, of which few fields are read, whatever other fields a row has.
 
 A row that has not what the run reads is a `BadRow`, which is counted and ends nothing. A shard is a JSON file (packed
-or not, lines or one array), or a row group of a Parquet file. Its state is the number of rows read, and for an unpacked
-JSON file the place of the next.
+or not, lines or one array), or a row group of a Parquet file. Memory holds a part of it. Its state is the number of
+rows read, and for unpacked JSON Lines the place of the next.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import gzip
 import io
 import json
 import lzma
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,8 +25,10 @@ from noloco_node.run.config import DataConfig
 
 _BOM = b"\xef\xbb\xbf"
 _BATCH_ROWS = 256
-MOST_LINE_BYTES = 64 * 1024 * 1024  # a line is read whole into memory
+MOST_LINE_BYTES = 64 * 1024 * 1024  # a row is read whole into memory
+READ_CHARACTERS = 2**20  # of an array at a time
 _ROW = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_VALUE, _BLANKS = json.JSONDecoder(), re.compile(r"[ \t\r\n]*")
 
 
 class LocalRows:
@@ -107,14 +110,16 @@ class JsonShard:
                 yield self._row(line, where)
 
     def _array(self, file: io.BufferedReader) -> Iterator[Row]:
+        number = 0
         try:
-            rows = json.load(file)
-        except (ValueError, RecursionError) as error:
-            yield BadRow("is no JSON and is left out", f"{self._name} ({_short(error)})")
-            return
-        for row in rows[self._rows :]:
-            self._rows += 1
-            yield self._row_in(row, f"{self._name}, row {self._rows}")
+            with io.TextIOWrapper(file, "utf-8", newline="") as text:
+                for number, row in enumerate(_elements(text), 1):
+                    if number > self._rows:
+                        self._rows = number
+                        yield self._row_in(row, f"{self._name}, row {number}")
+        except (ValueError, RecursionError):
+            kind = f"is no JSON, or longer than {MOST_LINE_BYTES:,} bytes, and is left out with all that follows"
+            yield BadRow(kind, f"{self._name}, row {number + 1}")
 
     def _row(self, line: bytes, where: str) -> Row:
         try:
@@ -131,6 +136,43 @@ class JsonShard:
         if not isinstance(row, dict):
             return BadRow("is no JSON object and is left out", where)
         return row_of(self._data, row, row, where)
+
+
+def _elements(text: io.TextIOBase) -> Iterator[Any]:
+    """Yield the elements of a JSON array as they are read; raise ValueError where it is none, or one is too long."""
+    held = text.read(READ_CHARACTERS).lstrip().removeprefix("[").lstrip()
+    while not held and (more := text.read(READ_CHARACTERS)):
+        held = more.lstrip()
+    is_last = held.startswith("]")
+    at = int(is_last)
+    while not is_last:
+        try:
+            element, end = _element(held, at)
+        except ValueError:  # it may go on behind what is held
+            more = text.read(max(READ_CHARACTERS, len(held) - at)) if len(held) - at <= MOST_LINE_BYTES else ""
+            if not more:
+                raise
+            held, at = held[at:] + more, 0
+            continue
+        yield element
+        is_last, at = held[end] == "]", end + 1
+    if (held[at:] + text.read(READ_CHARACTERS)).strip():
+        raise ValueError("something follows the array")
+
+
+def _element(text: str, at: int) -> tuple[Any, int]:
+    """Return the element that begins at a place, and where the mark behind it is; raise ValueError if none is whole."""
+    element, end = _VALUE.raw_decode(text, _past_blanks(text, at))
+    end = _past_blanks(text, end)
+    if text[end : end + 1] not in (",", "]"):  # a number may have more digits
+        raise ValueError("no mark ends the element")
+    return element, end
+
+
+def _past_blanks(text: str, at: int) -> int:
+    found = _BLANKS.match(text, at)
+    assert found is not None
+    return found.end()
 
 
 def _line(file: io.BufferedReader) -> bytes:

@@ -22,7 +22,7 @@ from noloco_node.run.config import DataConfig, RunConfig
 from pipeline.activation_codec import ids_of, learnt
 
 SHOWN = 3
-MEASURED = 10_000  # rows of which the tokens are counted; of a data set on the hub no more are read
+MEASURED = 10_000  # rows of which the tokens are counted, or until some fit; of a data set on the hub no more are read
 WIDTH = 80
 GIVEN, LEARNT = "  | ", "  > "  # begin a line of text: tokens that are only given, and tokens that are learnt
 MOST_LINES = 12  # lines shown of a stretch of text; of a longer one its two ends
@@ -102,7 +102,7 @@ def _rows(data: DataConfig, length: int) -> Iterator[str]:
                 more = True
                 break
             (text,) = document.texts
-            if fitting < MEASURED:
+            if fitting < MEASURED or shown < SHOWN:
                 try:
                     tokens = encoder.document(text)
                 except UnfitRowError as error:
@@ -161,6 +161,8 @@ def _summary(
     yield from _filled(
         f"{fitting:,} {rows} the form{' so far; there are more' if more else ''}; {held_out:,} held out for evaluation."
     )
+    if measured < fitting:
+        yield from _filled(f"Of those after the first {measured:,} only the fields were looked at.")
     yield from _filled(
         f"Those{of} that fit a sequence have {shortest:,} to {longest:,} tokens, half of them "
         f"{median(counts.tokens):,.0f} or fewer; {sum(counts.learnt) / total:.0%} of the tokens are learnt "

@@ -77,8 +77,8 @@ def in_home(home: Path, run_id: str, complain: Callable[[str], None] = say) -> l
                     atomic_file.check_tensors(held.path)
                     found[counters.stage, peer] = ReplicaFile(path, peer, counters, held)
             except (OSError, ValueError) as error:
-                # The error names the descriptor by which the file was read.
-                complain(f"{path} is skipped: {str(error).replace(held.path.name, path.name)}")
+                # An error of the system names the descriptor by which the file was read.
+                complain(f"{path} is skipped: {error.strerror if isinstance(error, OSError) else error}")
     return list(found.values())
 
 
@@ -281,7 +281,7 @@ class PartsDirectory:
                 with ReplicaReader([each], self._shapes[stage]):
                     found.append(each)
             except (OSError, ValueError) as error:
-                say(f"{path} is skipped: {error}")
+                say(f"{path} is skipped: {reason_of(error)}")
         return found
 
     def keep(self, copy: Checkpoint, *, is_snapshot: bool = False) -> ReplicaFile:

@@ -156,10 +156,11 @@ def _of_homes(
     if layout.adapter is not None and not base:
         raise without_base("evaluate")
     model = WholeModel(layout, stages, text, base)
-    say(f"evaluating the merged model and {len(filed)} replicas, each on {_sequences(text)}")
+    replicas = [newest(filed, number) for number in range(len(stages))]
+    say(f"evaluating the merged model and {sum(map(len, replicas))} replicas, each on {_sequences(text)}")
     yield Measure("merged", model.loss(), entropy, text)
     for number, shapes in enumerate(layout.shapes):
-        with ReplicaReader(newest(filed, number), shapes) as opened:
+        with ReplicaReader(replicas[number], shapes) as opened:
             for place, each in enumerate(opened.filed):
                 model.put(number, opened.weights(place))
                 name = f"stage {number}, {each.peer}, round {each.counters.round}"

@@ -39,6 +39,13 @@ class Started(_Event, frozen=True, tag="started"):
     pid: int = 0
 
 
+class Continued(Started, frozen=True, tag="continued"):
+    """A file of the journal begins while a node is up.
+
+    `peer` and `run` and `version` and `device` and `parameters` and `pid`: as in `started`.
+    """
+
+
 class StateChanged(_Event, frozen=True, tag="state"):
     """The node does something else now. `state`: what it does. `waiting`: what it waits for."""
 
@@ -267,6 +274,7 @@ class Finished(_Event, frozen=True, tag="finished"):
 
 NodeEvent = (
     Started
+    | Continued
     | StateChanged
     | Placed
     | Moved

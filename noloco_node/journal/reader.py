@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from itertools import chain
 from pathlib import Path
+from typing import BinaryIO
 
 from noloco_node.errors import config_error, os_errors_as
 from noloco_node.journal.events import Event, decode
@@ -18,16 +20,18 @@ def read(path: Path) -> Iterator[Event]:
 
     A missing journal has no events; one that cannot be read is a `UserError`.
     """
-    for half in (rotated(path), path):
-        hint = "give the home of a node, and read it as the user who runs that node"
-        with (
-            os_errors_as(config_error, f"The journal {half} cannot be read.", hint),
-            suppress(FileNotFoundError),
-            half.open("rb") as lines,
-        ):
-            for line in lines:
-                if (event := decode(line)) is not None:
-                    yield event
+    hint = "give the home of a node, and read it as the user who runs that node"
+    with os_errors_as(config_error, f"The journal {path} cannot be read.", hint), ExitStack() as opened:
+        halves: list[BinaryIO] = []
+        # Both are open before a line is read, the newer one first: a node that rotates them meanwhile hides no event.
+        for half in (path, rotated(path)):
+            with suppress(FileNotFoundError):
+                halves.append(opened.enter_context(half.open("rb")))
+        if len(halves) == 2 and os.path.sameopenfile(halves[0].fileno(), halves[1].fileno()):
+            halves.pop()
+        for line in chain.from_iterable(reversed(halves)):
+            if (event := decode(line)) is not None:
+                yield event
 
 
 class Tail:
@@ -104,7 +108,8 @@ def _names(files: Sequence[Path]) -> list[str]:
     """Return for each journal the name of its home, with as much of its path as tells them apart."""
     depth = 1
     while True:
-        names = ["/".join(path.parent.parts[-depth:]) for path in files]
+        # The name of a directory may be no text, which no table could hold.
+        names = ["/".join(path.parent.parts[-depth:]).encode(errors="backslashreplace").decode() for path in files]
         if len(set(names)) == len(names) or depth > 16:
             return names
         depth += 1

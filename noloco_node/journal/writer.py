@@ -1,8 +1,9 @@
 """Writing the journal: one JSON object a line, appended and rotated.
 
 Each event is one write to a file opened for appending, so a crash tears one line at most; the writer begins a new line
-after it. At MAX_BYTES the file replaces `journal.1.jsonl`: the two together bound the disk that a journal takes. A full
-disk costs events, and never the training.
+after it. At MAX_BYTES the file replaces `journal.1.jsonl`: the two together bound the disk that a journal takes. A new
+file begins with the session that goes on: both may be of one session, whose beginning is gone. A full disk costs
+events, and never the training.
 
 `JournalThrottle` keeps strangers from filling the journal. It records refusals, losses, violations and findings of spot
 checks one by one, up to a number an hour for each peer and kind; then it records one whenever their count has doubled,
@@ -35,6 +36,7 @@ class Journal:
         """Open `path` for appending; raise `UserError` where it cannot be opened at all."""
         self._path, self._max_bytes, self._now = path, max_bytes, now
         self._closed = False
+        self._session: events.Started | None = None
         hint = "free some space, or give another directory with --home"
         with os_errors_as(storage_error, f"cannot open the journal {path}", hint):
             self._file = _open(path)
@@ -44,16 +46,22 @@ class Journal:
         """Append `event` with the present time; an error of the disk loses it, and is not raised."""
         if self._closed:
             return
-        line = msgspec.json.encode({**fields_of(event), "at": self._now()}) + b"\n"
-        if self._torn:
-            line = b"\n" + line
+        at = self._now()
+        line = _line(event, at)
         try:
-            if self._file < 0 or (self._size and self._size + len(line) > self._max_bytes):
+            if self._file < 0 or (self._size and self._size + self._torn + len(line) > self._max_bytes):
                 self._rotate()
-                line = line.lstrip(b"\n")
-            written = os.write(self._file, line)
+                if self._session is not None:
+                    self._append(_line(events.Continued(**msgspec.structs.asdict(self._session)), at))
+            self._append(line)
         except OSError:
-            return
+            pass
+        if isinstance(event, events.Started | events.Finished):
+            self._session = event if isinstance(event, events.Started) else None
+
+    def _append(self, line: bytes) -> None:
+        line = b"\n" * self._torn + line
+        written = os.write(self._file, line)
         self._size += written
         self._torn = written < len(line)
 
@@ -81,6 +89,10 @@ class Journal:
 def rotated(path: Path) -> Path:
     """Return where a journal's older half lies: `journal.jsonl` -> `journal.1.jsonl`."""
     return path.with_name(f"{path.stem}.1{path.suffix}")
+
+
+def _line(event: Event, at: float) -> bytes:
+    return msgspec.json.encode({**fields_of(event), "at": at}) + b"\n"
 
 
 def _open(path: Path) -> int:

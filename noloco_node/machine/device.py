@@ -80,7 +80,7 @@ def choose_device(wish: str) -> torch.device:
     if device.type != "cpu" and (device.index or 0) >= len(there):
         raise UserError(
             f"The device {wish!r} is not there.",
-            why=f"torch sees {len(there)} {device.type.upper()} devices",
+            why=f"torch {torch.__version__} sees {len(there)} {device.type.upper()} devices",
             hint="--device auto, or a torch build for your GPU",
             code=Exit.DEVICE,
         )

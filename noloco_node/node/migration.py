@@ -36,10 +36,10 @@ class MigrationWatcher:
         stage: int,
         moves: int,
         progress: Callable[[], float],
-        unfit: Collection[int] = (),
-        proved: Callable[[], Collection[str]] | None = None,
+        unfit: Collection[int],
+        proved: Callable[[], Collection[str]],
     ) -> None:
-        """`proved`: the replicas of our stage whose weights we have met; None: no proof is asked."""
+        """`proved`: the replicas of our stage whose weights we have met."""
         self.may_serve: tuple[int, ...] = ()
         self.moves_to: int | None = None
         self.moves = moves
@@ -107,9 +107,8 @@ class MigrationWatcher:
             claim._replace(may_serve=self.may_serve, moves_to=self.moves_to) if claim.peer == self._me.peer else claim
             for claim in claims_of(roster)
         ]
-        proved = None if self._proved is None else self._proved()
         work = self._context.dimensions.work
-        decision = decide(self._me, self._state, claims, work, self._pace, loop_s(), proved)
+        decision = decide(self._me, self._state, claims, work, self._pace, loop_s(), self._proved())
         self._state = decision.state
         if decision.go:
             return decision.move

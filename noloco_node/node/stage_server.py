@@ -27,6 +27,8 @@ from noloco_node.run.protocols import (
 from noloco_node.state_sync.download import copying_s
 from noloco_node.state_sync.snapshot_keeper import turn_away
 
+ENDING_S = 1.0  # conversations that are about to end have so long for it
+
 
 class StageServer:
     """Serves one replica to its peers, from `begin` to `stop`; `aclose` releases everything that holds its weights."""
@@ -35,8 +37,9 @@ class StageServer:
         self._context, self._replica = context, replica
         self._shapes = tuple(context.dimensions.shapes[replica.stage].values())
         self._served: dict[str, Schema] = {}
-        self._meetings: set[asyncio.Task[object]] = set()
-        """Proposals of others that we are answering; one may take as long as an exchange."""
+        self._answering: set[asyncio.Task[object]] = set()
+        """Conversations about microbatches and meetings. A microbatch may travel for minutes; an exchange may take as
+        long."""
         self._moments = moment_sizes(context.run, self._shapes)
         limits, beside = self._donor_limits(), context.host.device.beside
         self._donor = Donor(replica.state, beside, self._shapes, limits, self._moments)
@@ -44,9 +47,10 @@ class StageServer:
     async def begin(self) -> None:
         context, replica, run = self._context, self._replica, self._context.run
         if replica.stage > 0:
-            await self._serve(MICROBATCH, microbatch_schema(run, context.dimensions.width), replica.microbatches.serve)
+            answer = self._until_closed(replica.microbatches.serve)
+            await self._serve(MICROBATCH, microbatch_schema(run, context.dimensions.width), answer)
         context.membership.issued = replica.microbatches.issued if replica.last else None
-        await self._serve(GOSSIP, gossip_schema(run, self._shapes), self._meet)
+        await self._serve(GOSSIP, gossip_schema(run, self._shapes), self._until_closed(replica.rounds.serve))
         await self._serve(STATE, state_schema(self._shapes, self._moments), self._give)
 
     async def stop(self) -> None:
@@ -55,9 +59,11 @@ class StageServer:
             await self._context.network.serve(name, schema, _gone)
 
     async def aclose(self) -> None:
-        """Close the donor and break off the meetings, since each holds the replica in memory."""
+        """Close the donor and break off meetings and microbatches, since each holds the weights in memory."""
         self._donor.close()
-        left = set(self._meetings)
+        if not self._answering:
+            return
+        _, left = await asyncio.wait(set(self._answering), timeout=ENDING_S)
         for task in left:
             task.cancel()
         if left:
@@ -74,14 +80,19 @@ class StageServer:
         doubtful = self._replica.starting_weights.doubtful
         await (turn_away(conversation) if doubtful else self._donor.serve(conversation))
 
-    async def _meet(self, conversation: Conversation) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._meetings.add(task)
-        try:
-            await self._replica.rounds.serve(conversation)
-        finally:
-            self._meetings.discard(task)
+    def _until_closed(self, handler: Handler) -> Handler:
+        """Return a handler whose conversations `aclose` breaks off."""
+
+        async def answer(conversation: Conversation) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            self._answering.add(task)
+            try:
+                await handler(conversation)
+            finally:
+                self._answering.discard(task)
+
+        return answer
 
     def _donor_limits(self) -> DonorLimits:
         """Return the limits of copies: a copy outlives its newcomer's patience, for a newcomer that returns."""

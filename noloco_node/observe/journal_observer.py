@@ -146,6 +146,8 @@ def _with_receipts(peer: views.PeerView, signed: Mapping[str, int]) -> views.Pee
 def change_text(event: events.Event) -> str | None:
     """Return what an event means to a person; None for an ordinary one."""
     match event:
+        case events.Continued():
+            return None
         case events.Started():
             return f"began at stage {event.stage}"
         case events.Moved():

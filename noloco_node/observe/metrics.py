@@ -21,6 +21,20 @@ MOST_VALUES = 32  # of one label: what comes beyond is `other`
 SECONDS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
+class LaterGauge:
+    """A gauge that is not there before its first value: a loss of 0 in between would be one that jumps, for alarms."""
+
+    def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
+        self._gauge, self._registry = Gauge(name, text, registry=None), registry
+        self._is_known = False
+
+    def set(self, value: float) -> None:
+        self._gauge.set(value)
+        if not self._is_known:
+            self._registry.register(self._gauge)
+            self._is_known = True
+
+
 class NodeMetrics:
     """The figures of one node; a bootstrap peer has those of the swarm alone."""
 
@@ -66,9 +80,11 @@ class NodeMetrics:
         self._stage = gauge("stage", "Stage that this node serves; -1 while it serves none.")
         self._stage.set(-1)
         self._round = gauge("round", "Rounds of this node.")
-        self._loss = gauge("loss_nats", "Loss of the last window, nats a token.")
-        self._held_out = gauge("held_out_loss_nats", "Loss of this node's last evaluation on held-out text.")
-        self._gap = gauge("gap_ratio", "Distance to the last partner over the norm of the mean.")
+        self._loss = LaterGauge("noloco_loss_nats", "Loss of the last window, nats a token.", registry)
+        self._held_out = LaterGauge(
+            "noloco_held_out_loss_nats", "Loss of this node's last evaluation on held-out text.", registry
+        )
+        self._gap = LaterGauge("noloco_gap_ratio", "Distance to the last partner over the norm of the mean.", registry)
         self._waiting = gauge("waiting", "1 while this node waits for something, else 0.")
         self._unsaved = gauge("checkpoint_refused", "1 while the disk refuses this node's checkpoints, else 0.")
         self._budget = gauge("line_budget_bytes", "Allowed and used of the line, a second or a month.", "kind")

@@ -64,6 +64,7 @@ class ContributionLedger:
         self._sent = self._received = self._pid = 0
         self._joules = 0.0
         self._moves = False  # the node moves to another stage, where its totals go on
+        self._heard_at = 0.0  # when the event before came, by a clock that may be set back
 
     def given(self, run: str) -> Given | None:
         """Return the contribution to a run as a field of our record; None without one."""
@@ -71,16 +72,18 @@ class ContributionLedger:
         return None if found is None else found.given()
 
     def take(self, event: events.Event) -> None:
-        if isinstance(event, events.Started):
+        if isinstance(event, events.Started) and not (isinstance(event, events.Continued) and self.now is not None):
             begun = Contribution(run=event.run, first_at=event.at, last_at=event.at)
-            begun = self.now = self.by_run.setdefault(event.run, begun)
+            begun = self.by_run.setdefault(event.run, begun)
+            if begun is not self.now:
+                self.now, self._heard_at = begun, event.at
             begun.peers += [event.peer] * (event.peer not in begun.peers)
             begun.stages += [event.stage] * (event.stage not in begun.stages)
             self._begin_totals(event.pid)
         now = self.now
         if now is None:
             return
-        pause_s = event.at - now.last_at
+        pause_s, self._heard_at = event.at - self._heard_at, event.at
         now.there_s += pause_s if 0.0 < pause_s <= LONGEST_PAUSE_S else 0.0
         now.last_at = max(now.last_at, event.at)
         match event:
@@ -200,6 +203,8 @@ class PeerHistory:
                 self._take_inner_step(event)
             case OuterStepTaken():
                 self._take_outer_step(event)
+            case events.Continued() if self.peer is not None:
+                pass
             case events.Started():
                 self.peer, self.stage, self.finished = event.peer, event.stage, None
                 self.parameters = event.parameters
@@ -314,10 +319,11 @@ class PeerHistory:
         return min(1.0, worked_s / self._recent_s(now)) if worked_s > 0.0 else None
 
     def _recent_s(self, now: float) -> float:
-        first, last = self.recent[0], self.recent[-1]
-        # The step that is under way counts once it takes longer than the last one did.
-        until = max(last.at, now - last.seconds)
-        return max(until - first.at + first.seconds, 1e-9)
+        # The step that is under way counts once it takes longer than the last one did. Steps are as long as they say:
+        # the clock that dates them may have been set since.
+        last = self.recent[-1]
+        more_s = max(0.0, now - last.at - last.seconds)
+        return max(sum(step.seconds for step in self.recent) + more_s, 1e-9)
 
 
 def over_tokens(curve: Curve, histories: Sequence[PeerHistory]) -> list[Point]:

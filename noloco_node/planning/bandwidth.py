@@ -16,7 +16,7 @@ from gossip.settings import Format, OuterConfig, absolute, wire_bytes
 from noloco_node.limits.budget import OwnerLimits
 from noloco_node.run.config import PipelineConfig, RunConfig
 from noloco_node.run.runfile import load_run
-from noloco_node.units import format_bytes, format_duration, format_rate
+from noloco_node.units import format_bytes, format_duration, format_rate, format_roughly
 from pipeline.messages import ACTIVATION_CODECS
 
 PROBE_BYTES = 4 * 4096  # a sample of weights that goes with an exchange (`gossip.exchange.swap.PROBE`), at most
@@ -114,7 +114,7 @@ def bandwidth_table(run: RunConfig, stages: Sequence[MicrobatchBytes], allowance
         each_s = bandwidth_seconds(moved, allowance)
         words = f"  stage {number}: {format_bytes(moved.up)} up and {format_bytes(moved.down)} down a microbatch"
         if each_s:
-            words += f"; the line carries one in {each_s:.2g} s, {tokens / each_s:,.0f} tokens/s"
+            words += f"; the line carries one in {format_roughly(each_s)} s, {tokens / each_s:,.0f} tokens/s"
         lines.append(words + _hours(moved, each_s, allowance))
         warnings += [f"At stage {number} {warning}" for warning in _warnings(run, moved, allowance)]
     whole = run.inner.steps * run.pipeline.microbatches_per_step * max(moved.up + moved.down for moved in stages)

@@ -18,7 +18,7 @@ from noloco_node.planning.plan_text import fitted, in_phases
 from noloco_node.planning.search import CLEARLY, Planned, in_fewer_stages, in_subspaces, plan_for, plan_in
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import load_run
-from noloco_node.units import format_bytes, format_count, format_duration, format_rate
+from noloco_node.units import format_bytes, format_count, format_duration, format_rate, format_roughly
 from pipeline.admission_window import MOST_IN_FLIGHT
 
 TOKENS_A_PARAMETER = 20
@@ -68,7 +68,7 @@ def describe_expectation(planned: Planned, machines: throughput.Machines) -> lis
     pipeline, tokens = run.pipeline, run.tokens(run.budget_samples)
     each = tokens / sum(prod(shape) for shapes in layout.shapes for shape in shapes.values())
     enough = (
-        f"; they are {f'{each:,.0f}' if each >= 10 else f'{each:.2g}'} a parameter "
+        f"; they are {format_roughly(each)} a parameter "
         f"({TOKENS_A_PARAMETER} use the work best, by a rule of thumb of Hoffmann and others, 2022)"
     )
     device = max(memory.computing for memory in needs)
@@ -119,10 +119,10 @@ def describe_changes(planned: Planned, before: RunConfig, machines: throughput.M
     if not isclose(batch, asked, rel_tol=0.01):
         why = "longer windows keep these devices at work" if batch > asked else "the replicas share it out evenly so"
         said.append(
-            f"The batch is {batch:,} tokens of all replicas an inner step, {batch / asked:.2g} times the {asked:,} "
-            f"that were asked for: {why}. The budget of tokens stays, so {before.inner.steps:,} steps become "
+            f"The batch is {batch:,} tokens of all replicas an inner step, {format_roughly(batch / asked)} times the "
+            f"{asked:,} that were asked for: {why}. The budget of tokens stays, so {before.inner.steps:,} steps become "
             f"{run.inner.steps:,}. The learning rate stays; by a rule of thumb for Adam one "
-            f"{sqrt(batch / asked):.2g} times as high suits that batch."
+            f"{format_roughly(sqrt(batch / asked))} times as high suits that batch."
         )
     spare = machines.count - throughput.taking_part(run, machines)
     if spare:

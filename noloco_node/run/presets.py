@@ -100,7 +100,8 @@ def write_text(path: Path, text: str, *, overwrite: bool) -> None:
         check_free(path)
     hint = "free some space, or a path in a directory that exists and is yours"
     with os_errors_as(storage_error, f"{path} cannot be written.", hint):
-        atomic_file.write(path, text.encode(), public=True)
+        # A file that a link names is written anew, and the link stays.
+        atomic_file.write(Path(os.path.realpath(path)), text.encode(), public=True)
 
 
 def demo_run_text(*, stages: int, replicas: int, steps: int, seed: int) -> str:

@@ -108,6 +108,14 @@ def require_room(directory: Path, size_bytes: int, path: Path | None = None) -> 
         raise OSError(errno.ENOSPC, why, None if path is None else str(path))
 
 
+def size_of(path: Path) -> int:
+    """Return the bytes of a file; 0 of one that has gone, or that the system does not show."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
 @contextmanager
 def locked_aside(directory: Path) -> Iterator[Path]:
     """Yield an empty directory beside `directory`, without what a killed process left there; remove it afterwards.
@@ -292,12 +300,12 @@ def check_tensors(path: Path) -> None:
         head, table = _head_of(file)
         promised = _metadata(table).get(_SUM)
         if promised is None:
-            raise ValueError(f"{path.name} has no checksum")
+            raise ValueError("it has no checksum")
         total = hashlib.sha256(_LENGTH.pack(len(head)) + _with_sum(head, str(promised), _BLANK))
         while chunk := file.read(CHUNK_BYTES):
             total.update(chunk)
     if total.hexdigest() != promised:
-        raise ValueError(f"the checksum of {path.name} is wrong: the disk has lost or changed some of it")
+        raise ValueError("its checksum is wrong: the disk has lost or changed some of it")
 
 
 def _header(arrays: Iterable[Array], told: str) -> bytes:

@@ -166,7 +166,7 @@ def evaluated_in(directory: Path) -> dict[Path, EvaluatedCounters]:
 def _about(path: Path, kind: type[C]) -> C:
     told = atomic_file.about_of(path)
     if told is None:
-        raise ValueError(f"{path.name} does not say what it is")
+        raise ValueError("it does not say what it is")
     return msgspec.json.decode(told, type=kind)
 
 
@@ -184,7 +184,7 @@ def load(path: Path, *wanted: str) -> Checkpoint:
                     groups.setdefault(group, {})[int(number)] = file.get_tensor(key)
         return Checkpoint(counters, {g: tuple(ts[i] for i in range(len(ts))) for g, ts in groups.items()})
     except (SafetensorError, KeyError) as error:
-        raise ValueError(f"{path.name}: {error}") from error
+        raise ValueError(str(error)) from error
 
 
 def files(directory: Path) -> list[Path]:

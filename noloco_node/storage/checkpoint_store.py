@@ -196,8 +196,9 @@ class CheckpointWriter:
             began_s, cause = loop_s(), None
             try:
                 where = await self._save(checkpoint)
-            except OSError as error:
-                cause = " ".join(reason_of(error).split())
+            except (OSError, MemoryError, RuntimeError) as error:
+                # Of a device that is lost too: its next job says so, and then what lies in main memory is saved.
+                cause = " ".join(reason_of(error).split())[:300] or type(error).__name__
             checkpoint.read()  # where this is cancelled, a thread may still read
             self._last = LastCheckpoint(
                 (checkpoint.counters.stage, checkpoint.counters.round), loop_s(), loop_s() - began_s

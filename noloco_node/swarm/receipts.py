@@ -160,6 +160,8 @@ class ReceiptLedger:
         self._coverage = 1.0
         """The part of the last stage's work that these signers do, as our own samples make likely."""
         self._settled: dict[bytes, float] = {}
+        self._verified: dict[str, int] = {}
+        """What `verified` has returned since the last reading: rosters ask for it at every reading of a stage."""
         self._window: defaultdict[bytes, Counter[str]] = defaultdict(Counter)
         """Samples signed since the last window, by a source's tag and by signer."""
         self._proved: Counter[str] = Counter()
@@ -170,6 +172,7 @@ class ReceiptLedger:
     def begin(self) -> None:
         """Begin to count; earlier receipts do not count."""
         self._counts = True
+        self._verified.clear()
         for counts in (self._settled, self._window, self._proved, self._proved_before, self._shares):
             counts.clear()
 
@@ -177,7 +180,9 @@ class ReceiptLedger:
         """Note that a gradient of ours came back which `signer` computed."""
         if signer in self._proved or (0 < len(signer) <= LONGEST_ID and len(self._proved) < MOST_SIGNERS):
             self._proved[signer] += samples
-            self._microbatch = samples
+            if samples != self._microbatch:
+                self._microbatch = samples
+                self._verified.clear()
 
     @property
     def signed_lately(self) -> Mapping[bytes, Mapping[str, int]]:
@@ -199,6 +204,7 @@ class ReceiptLedger:
             for source, count in grown.items() if self._has_read and self._counts else ():
                 self._window[source][signer] += count
         self._has_read = True
+        self._verified.clear()
         self._compare()
         if self._proved.total() >= ENOUGH * self._microbatch * max(1, len(self._proved)):
             self._settle()
@@ -209,8 +215,10 @@ class ReceiptLedger:
 
     def verified(self, source: str) -> int:
         """Return the samples of a source since we began that we believe."""
-        tag = tag_of(source)
-        return int(self._settled.get(tag, 0.0) + self._believed(self._window.get(tag)))
+        if source not in self._verified:
+            tag = tag_of(source)
+            self._verified[source] = int(self._settled.get(tag, 0.0) + self._believed(self._window.get(tag)))
+        return self._verified[source]
 
     def believed_in_all(self, source: str) -> int:
         """Return the samples of a source in its whole time that we believe, by the receipts of our present signers.
@@ -258,12 +266,12 @@ class ReceiptLedger:
 
 def weighted_median(values: Mapping[str, float], weights: Mapping[str, float]) -> float:
     """Return the lower median of values, each with a weight; the weights' sum is 1."""
-    below = 0.0
-    for name in sorted(values, key=lambda name: (values[name], name)):
+    rising, below = sorted((value, name) for name, value in values.items()), 0.0
+    for value, name in rising:
         below += weights[name]
         if below >= 0.5 - 1e-9:
-            break
-    return values[name]
+            return value
+    return rising[-1][0]
 
 
 class MetWork(NamedTuple):

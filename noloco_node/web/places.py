@@ -64,15 +64,22 @@ class PagePlace(NamedTuple):
 
 def parse_place(text: str, option: str) -> ServedPlace:
     """Return the place that HOST:PORT, or PORT alone, names; raise `UserError` for any other text."""
-    host, _, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]") or OWN_HOST
-    if not (port.isascii() and port.isdigit() and int(port) < 2**16):
-        raise usage_error(
-            f"{text!r} is no place to serve {option} at.",
-            why="it has no port between 0 and 65535",
-            hint=f"give a port, such as {option} 9464, or an address and a port",
-        )
-    return ServedPlace(host, int(port))
+    typed, _, port = text.rpartition(":")
+    host = typed[1:-1] if (in_brackets := typed.startswith("[") and typed.endswith("]")) else typed
+    why = ""
+    if not (port.isascii() and port.isdigit() and len(port) < 6 and int(port) < 2**16):
+        why = "it has no port between 0 and 65535"
+    elif ":" in host and not in_brackets:
+        why = "an address with colons stands in brackets"
+    else:
+        try:
+            host.encode("idna")
+        except UnicodeError:
+            why = f"no host is called {host!r}"
+    if why:
+        hint = f"give a port, such as {option} 9464, or an address and a port: 127.0.0.1:9464, [::1]:9464"
+        raise usage_error(f"{text!r} is no place to serve {option} at.", why, hint)
+    return ServedPlace(host or OWN_HOST, int(port))
 
 
 def metrics_place(text: str | None, *, is_open: bool) -> ServedPlace | None:

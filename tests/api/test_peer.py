@@ -97,6 +97,14 @@ def test_a_text_in_place_of_several_is_one_of_them(tmp_path: Path) -> None:
     assert (read.listen, read.log_to) == ([LOCAL], [])
 
 
+def test_a_program_may_go_to_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "w").mkdir()
+    _, read = parsed(NOBODY, {"home": "h", "weights": "w"})
+    assert (read.home, read.weights) == (tmp_path / "h", tmp_path / "w")
+    assert noloco_node.Swarm(NOBODY, home="h")._visitor.home == tmp_path / "h"
+
+
 @given(
     st.lists(st.sampled_from("abc"), max_size=4), st.sampled_from([str, Path]), st.sampled_from([tuple, iter, deque])
 )

@@ -129,12 +129,22 @@ def test_text_is_shown_too(tmp_path: Path) -> None:
 
 
 def test_a_large_file_is_counted_whole_and_measured_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_preview, "MEASURED", 4)
+    monkeypatch.setattr(row_preview, "MEASURED", 6)
     shown = show(write_run(tmp_path, [ASKED, LONG] * 5))
     told = " ".join(shown.stdout.split())
     assert "10 rows fit the form" in told
-    assert "Those of the first 4 that fit a sequence" in told
-    assert "2 of the first 4 are longer" in told
+    assert "Those of the first 6 that fit a sequence" in told
+    assert "3 of the first 6 are longer" in told
+    assert "Of those after the first 6 only the fields were looked at." in told
+
+
+def test_rows_that_fit_are_found_behind_many_that_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_preview, "MEASURED", 4)
+    shown = show(write_run(tmp_path, [LONG] * 6 + [ASKED] * 4))
+    assert shown.exit_code == 0, shown.output
+    told = " ".join(shown.stdout.split())
+    assert "10 rows fit the form" in told
+    assert "6 of the first 9 are longer" in told
 
 
 def test_a_run_whose_program_reads_its_own_data_shows_none(tmp_path: Path) -> None:

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+from command_line import printed
+from hypothesis import given
+from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 from typer.testing import CliRunner
 
@@ -248,3 +251,19 @@ def test_a_reader_that_closes_the_pipe_before_the_invite_is_no_error(tmp_path: P
     os.close(writing)
     assert done.returncode == Exit.OK, done.stderr
     assert b"Traceback" not in done.stderr
+
+
+@given(dangling=st.booleans(), preset=st.sampled_from(["tiny", "125m"]))
+def test_a_run_file_is_written_where_a_link_leads(
+    tmp_path_factory: pytest.TempPathFactory, dangling: bool, preset: str
+) -> None:
+    place = tmp_path_factory.mktemp("links")
+    (place / "shared").mkdir()
+    target, link = place / "shared" / "run.toml", place / "link.toml"
+    link.symlink_to(Path("shared", "run.toml"))
+    if not dangling:
+        target.write_text("old")
+    printed("init", link, "--preset", preset, *([] if dangling else ["--force"]))
+    assert link.is_symlink()
+    assert target.read_text() == run_text(preset)
+    assert [each.name for each in target.parent.iterdir()] == ["run.toml"]

@@ -325,6 +325,59 @@ def test_a_line_that_is_too_long_is_left_out_and_never_held_whole(
         assert row.where == f"rows:{number}"
 
 
+SCALAR = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+
+
+@drawn(
+    rows=st.lists(SCALAR | st.lists(SCALAR, max_size=2) | st.fixed_dictionaries({"text": SCALAR}), max_size=8),
+    indent=st.sampled_from([None, 0, 3]),
+    ascii_only=st.booleans(),
+    chunk=st.integers(1, 30),
+    most=st.sampled_from([30, 10**6]),
+    kept=st.floats(0.0, 1.0) | st.just(1.0),
+    behind=st.sampled_from(["", "\r\n", "[1]", ","]),
+    read=st.integers(0, 12),
+)
+def test_an_array_is_read_in_pieces_and_what_is_whole_of_it_is_used(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[Any],
+    indent: int | None,
+    ascii_only: bool,
+    chunk: int,
+    most: int,
+    kept: float,
+    behind: str,
+    read: int,
+) -> None:
+    path = tmp_path_factory.mktemp("array") / "rows.json"
+    content = json.dumps(rows, indent=indent, ensure_ascii=ascii_only).encode(errors="replace")
+    torn = content[: max(1, int(kept * len(content)))] + (behind.encode() if kept == 1.0 else b"")
+    path.write_bytes(torn)
+    data = DataConfig(source="json", path=str(path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_rows, "READ_CHARACTERS", chunk)
+        patch.setattr(local_rows, "MOST_LINE_BYTES", most)
+        first, rest = JsonShard("rows", path, data), JsonShard("rows", path, data)
+        found = list(islice(first, read))
+        if all(isinstance(row, GoodRow) or "left out with" not in row.kind for row in found):
+            rest.load_state_dict(first.state_dict())
+            found += rest
+    ends = [each for each in found if isinstance(each, BadRow) and "left out with all that follows" in each.kind]
+    assert found[len(found) - len(ends) :] == ends
+    assert len(ends) <= 1
+    whole = kept == 1.0 and not behind.strip()
+    if whole and most > len(content):
+        assert not ends
+        assert len(found) == len(rows)
+    if not whole or len(found) - len(ends) < len(rows):
+        assert len(ends) == 1
+    texts = [each.text for each in found if isinstance(each, GoodRow)]
+    parsed = json.loads(content)[: len(found) - len(ends)]
+    assert texts == [row["text"] for row in parsed if isinstance(row, dict) and isinstance(row.get("text"), str)]
+    for number, each in enumerate(found, 1):
+        assert each.where.split(", ")[:2] == ["rows", f"row {number}"]
+
+
 def test_a_row_of_a_table_that_python_cannot_hold_is_left_out_alone(tmp_path: Path) -> None:
     message = pyarrow.struct({"role": pyarrow.string(), "content": pyarrow.string(), "at": pyarrow.timestamp("us")})
     rows = [[ANSWER | {"at": at}] for at in (0, 2**62, 1)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from noloco_node.export.continue_run import continuing_text
 from noloco_node.export.exporter import export, merge_files, of_homes
 from noloco_node.export.replica_files import ReplicaReader, in_home, newest
 from noloco_node.export.sources import model_in, read_provenance, recipe_of
+from noloco_node.inference import evaluation
 from noloco_node.inference.evaluation import _text, evaluate
 from noloco_node.inference.generation import generate
 from noloco_node.planning.checkpoint_map import RunWeights
@@ -210,7 +212,18 @@ def test_every_file_that_is_skipped_is_named(tmp_path: Path) -> None:
     said: list[str] = []
     (found,) = in_home(home, made.recipe.digest, said.append)
     assert found.path == older
-    assert [line for line in said if line.startswith(f"{newer} is skipped: the checksum of {newer.name}")] == said != []
+    assert said == [f"{newer} is skipped: its checksum is wrong: the disk has lost or changed some of it"]
+    said.clear()
+    newer.write_bytes(b"\1\2\3\4\5\6\7\0")
+    assert [each.path for each in in_home(home, made.recipe.digest, said.append)] == [older]
+    assert said == [f"{newer} is skipped: a header of {0x07060504030201} bytes is none"]
+    newer.unlink()
+    newer.mkdir()
+    said.clear()
+    assert [each.path for each in in_home(home, made.recipe.digest, said.append)] == [older]
+    assert said == [f"{newer} is skipped: Is a directory"]
+    newer.rmdir()
+    newer.write_bytes(older.read_bytes())
     said.clear()
     assert in_home(home, "0" * 64, said.append) == []
     assert len(said) == 2
@@ -342,9 +355,11 @@ def test_what_is_no_checkpoint_is_refused_before_a_run_file_is_written(
 
 
 def test_evaluation_of_homes_is_that_of_the_export_and_of_each_replica(
-    taken: tuple[Homes, list[Path], Path], tmp_path: Path
+    taken: tuple[Homes, list[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, homes, out = taken
+    told: list[str] = []
+    monkeypatch.setattr(evaluation, "say", told.append)
     asked = partial(evaluate, data=text_in(tmp_path), batches=1)
     rows = json.loads(asked(homes=homes, as_json=True))["models"]
     names = ["merged", *[f"stage {stage}, {stage}{n}, round 40" for stage in (0, 1) for n in (0, 1)]]
@@ -358,6 +373,15 @@ def test_evaluation_of_homes_is_that_of_the_export_and_of_each_replica(
     assert mixed[0].taken[0].round == 40
     single = json.loads(asked(homes=alone, as_json=True))["models"]
     assert single[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-6), "stage 0 has one replica: that is its mean"
+    assert (
+        json.loads(asked(homes=[*homes, shutil.copytree(homes[0], tmp_path / "copy")], as_json=True))["models"] == rows
+    )
+    assert [line.partition(", each")[0] for line in told if line.startswith("evaluating")] == [
+        "evaluating the merged model and 4 replicas",
+        *[line.partition(", each")[0] for line in told if str(out) in line],
+        "evaluating the merged model and 3 replicas",
+        "evaluating the merged model and 4 replicas",
+    ]
     said = asked((out, out))
     assert said.count(f"{out}: loss ") == 2
 

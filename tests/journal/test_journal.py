@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from gossip.interface import OuterStepTaken, RoundSkipped
 from noloco_node.errors import Exit, UserError
-from noloco_node.journal.events import Hops, InnerStep, StateChanged, decode, fields_of
+from noloco_node.journal.events import Continued, Finished, Hops, InnerStep, Started, StateChanged, decode, fields_of
 from noloco_node.journal.reader import Tail, read
 from noloco_node.journal.writer import Journal, rotated
 from noloco_node.run.peer_state import LONGEST_DETAIL, PeerState, Wait, WaitCause
@@ -112,6 +113,22 @@ def test_rotation_bounds_the_disk_and_keeps_the_newest(tmp_path: Path) -> None:
     assert len(kept) > 10
 
 
+def test_each_file_says_which_session_goes_on_in_it(tmp_path: Path) -> None:
+    path, times = tmp_path / "journal.jsonl", iter(map(float, range(10**6)))
+    begun = [Started(peer="p", stage=stage, run="r", version="1", pid=9) for stage in (1, 2)]
+    ended = Finished(why="w", step=0, round=0, progress=0.0)
+    with Journal(path, max_bytes=3000, now=times.__next__) as journal:
+        for session in ([*begun[:1], *map(step, range(40)), begun[1], *map(step, range(40))], [ended]):
+            for event in session:
+                journal.write(event)
+            assert path.stat().st_size <= 3000
+            first = next(read(path))
+            assert first == Continued(**msgspec.structs.asdict(begun[1]) | {"at": first.at})
+        for number in range(40):
+            journal.write(step(number))
+    assert not any(isinstance(event, Started) for event in read(path))
+
+
 def test_a_full_disk_costs_events_and_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "journal.jsonl"
     real, room = os.write, [200]
@@ -165,6 +182,37 @@ def test_a_journal_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
 
 def test_a_missing_journal_has_no_events(tmp_path: Path) -> None:
     assert list(read(tmp_path / "journal.jsonl")) == []
+
+
+@pytest.mark.parametrize("chance", range(6))
+def test_a_rotation_while_a_journal_is_read_hides_no_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chance: int
+) -> None:
+    """It may come before one of the files is opened, or between two lines."""
+    path, opened, chances = tmp_path / "journal.jsonl", Path.open, iter(range(100))
+    with Journal(path) as journal:
+        for number in range(4):
+            journal.write(step(number))
+            if number == 1:
+                journal._rotate()
+
+        def may_rotate() -> None:
+            if next(chances) == chance:
+                journal._rotate()
+                journal.write(step(4))
+
+        def open_then(self: Path, mode: str) -> Any:
+            may_rotate()
+            return opened(self, mode)
+
+        monkeypatch.setattr(Path, "open", open_then)
+        seen = []
+        for event in read(path):
+            assert isinstance(event, InnerStep)
+            seen.append(event.step)
+            may_rotate()
+    # Of a half that went before it was opened nothing is left.
+    assert seen in ([0, 1, 2, 3], [2, 3], [2, 3, 4])
 
 
 def test_tail_sees_each_event_once_and_follows_rotation(tmp_path: Path) -> None:

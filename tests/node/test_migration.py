@@ -25,6 +25,8 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.machine.interface import StageModel
 from noloco_node.network.interface import Conversation
+from noloco_node.node.microbatches import MicrobatchServer
+from noloco_node.node.migration import MigrationWatcher
 from noloco_node.node.replica import Replica
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.hardware.memory_host import MemoryStore
@@ -36,6 +38,8 @@ from noloco_node.state_sync.starting_state import MOST_ASKED, asked_of
 from noloco_node.storage.checkpoint import Checkpoint, files, save
 from noloco_node.storage.checkpoint_store import KEPT, CheckpointStore
 from noloco_node.swarm.roster import PeerRecord, Roster
+from pipeline.messages import Microbatch
+from pipeline.placement import Move
 
 T = TypeVar("T")
 
@@ -372,3 +376,41 @@ async def test_a_meeting_that_is_still_answered_keeps_no_replica_that_moves(monk
     for peer in peers:
         peer.leave.set()
     await asyncio.gather(*[peer.task for peer in peers])
+
+
+async def test_a_microbatch_that_does_not_come_back_keeps_no_stage_that_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may travel for minutes, and two stages at once may not fit the memory."""
+    run, answer = MigrationWatcher.run, MicrobatchServer._answer
+    moves, hangs = asyncio.Event(), False
+
+    async def run_or_move(self: MigrationWatcher) -> Move:
+        if self._me.peer != "mover" or moves.is_set():
+            return await run(self)
+        await moves.wait()
+        return Move("mover", 1, 0, 1.0, 2.0)
+
+    async def answer_or_hang(self: MicrobatchServer, conversation: Conversation, microbatch: Microbatch) -> None:
+        if hangs and self._stage == 2:
+            await asyncio.sleep(1e4)
+        await answer(self, conversation, microbatch)
+
+    monkeypatch.setattr(MigrationWatcher, "run", run_or_move)
+    monkeypatch.setattr(MicrobatchServer, "_answer", answer_or_hang)
+    hub, what = SimNetwork(), recipe(stages=3, replicas=1, steps=4000, per_round=3)
+    names = {"source": 0, "mover": 1, "other": 1, "last": 2}
+    peers = {name: Peer(hub, what, name, stage, job_s=0.1, moves=True) for name, stage in names.items()}
+    mover = peers["mover"]
+    await until(lambda: bool(mover.of(events.InnerStep)))
+    hangs = True
+    await until(lambda: mover.replica.stranded)
+    worker = weakref.ref(mover.replica.worker)
+    moves.set()
+    await until(lambda: len(mover.stages) == 2)
+    assert any("did not come back" in line for line in mover.said)
+    gc.collect()
+    assert worker() is None
+    for peer in peers.values():
+        peer.task.cancel()
+    await asyncio.gather(*[peer.task for peer in peers.values()], return_exceptions=True)

@@ -172,7 +172,7 @@ async def test_a_replica_that_goes_elsewhere_claims_what_its_device_or_its_line_
     mover = Seeker(SimNetwork(), "mover")
     mover.context.host.passes = [4.0, 3.5, 3.0]
     mover.context.host.line_s = lambda stage: 0.1  # type: ignore[method-assign] # of a slow line
-    watcher = MigrationWatcher(mover.context, 2, 0, lambda: 0.0)
+    watcher = MigrationWatcher(mover.context, 2, 0, lambda: 0.0, set(), tuple)
     await watcher.take_place(0, device_s)
     await mover.membership.peek()
     ((record,), (), ()) = mover.membership.roster.stages

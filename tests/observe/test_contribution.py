@@ -7,15 +7,20 @@ from pathlib import Path
 import msgspec
 import pytest
 from command_line import printed, refused
-from sample_events import inner, started, write_journal
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+from sample_events import history, inner, started, write_journal
 
 from gossip.interface import OuterStepTaken
 from noloco_node.admission.ticket import peer_of_file
 from noloco_node.errors import UserError
 from noloco_node.journal import events
+from noloco_node.journal.events import stamped
 from noloco_node.libp2p.settings import ensure_identity
+from noloco_node.observe.journal_observer import change_text
 from noloco_node.observe.journal_reports import report
-from noloco_node.observe.peer_history import ledger_of
+from noloco_node.observe.peer_history import LONGEST_PAUSE_S, ledger_of
 from noloco_node.swarm.roster import Given
 
 DAY_S = 86400.0
@@ -45,6 +50,31 @@ def test_lives_are_added_up_and_time_away_is_not() -> None:
     assert ledger.given("a") == Given(1000, 200, 110, 10)
     assert ledger.given("c") is None
     assert ledger.now is second
+
+
+@given(cut=st.integers(1, 50), stage=st.integers(0, 1))
+def test_a_journal_that_goes_on_in_a_new_file_begins_nothing_and_knows_its_run(cut: int, stage: int) -> None:
+    lived = session(1e9, "a", stage, 99)
+    again = events.Continued(**structs.asdict(started(f"peer{stage}", stage, lived[cut].at, run="a")))
+    (whole,) = ledger_of(lived).by_run.values()
+    assert list(ledger_of([*lived[:cut], again, *lived[cut:]]).by_run.values()) == [whole]
+    (rest,) = ledger_of([again, *lived[cut:]]).by_run.values()
+    assert (rest.run, rest.stages, rest.sent_bytes) == ("a", [stage], whole.sent_bytes)
+    assert rest.tokens == 10 * (51 - cut)
+    one, other = history("n", 0, lived), history("n", 0, [*lived[:cut], again, *lived[cut:]])
+    assert (one.loss, one.steps, one.session_steps, one.stage) == (other.loss, other.steps, other.session_steps, stage)
+    assert one.tokens_per_s(1e9 + 100) == other.tokens_per_s(1e9 + 100)
+    assert history("n", 0, [again, *lived[cut:]]).stage == stage
+    assert change_text(again) is None
+
+
+@given(cut=st.integers(1, 50), set_by=st.floats(-400 * DAY_S, 400 * DAY_S), back=st.integers(0, 50))
+def test_a_clock_that_is_set_costs_no_more_than_the_line_at_which_it_is(cut: int, set_by: float, back: int) -> None:
+    lived = session(1e9, "a", 0, 99)
+    moved = [stamped(each, each.at + set_by * (cut <= place <= cut + back)) for place, each in enumerate(lived)]
+    (given_of_it,) = ledger_of(moved).by_run.values()
+    assert 96.0 <= given_of_it.there_s <= 100.0 + 2 * LONGEST_PAUSE_S
+    assert given_of_it.first_at <= given_of_it.last_at
 
 
 def test_a_life_counts_from_zero_however_short_the_one_before_was() -> None:

@@ -71,6 +71,16 @@ def test_a_scrape_tells_what_the_journal_does() -> None:
     assert b"12D3KooW" not in metrics.text()
 
 
+def test_what_is_not_known_yet_is_no_figure() -> None:
+    """A loss of 0 was that of every bootstrap peer, and the first loss of a node that had waited was a jump."""
+    metrics = NodeMetrics("r")
+    names = ("loss_nats", "held_out_loss_nats", "gap_ratio")
+    assert [value(metrics, name) for name in names] == [None] * 3
+    for loss in (2.0, 1.0):
+        metrics.take(events.InnerStep(step=1, progress=0.1, loss=loss, tokens=64, seconds=2.0, learning_rate=0.1), 1.0)
+        assert [value(metrics, name) for name in names] == [loss, None, None]
+
+
 def test_a_disk_that_refuses_checkpoints_is_a_figure_until_it_takes_one() -> None:
     metrics = told()
     assert value(metrics, "checkpoint_refused") == 0
@@ -114,8 +124,23 @@ def test_dashboard_and_alerts_ask_for_nothing_that_is_not_there() -> None:
     there |= {family.name for family in metrics.registry.collect()}
     assert set(re.findall(r"noloco_\w+", asked)) <= there
     assert len({rule["alert"] for rule in rules}) == len(rules)
-    for name in ("prometheus.yml", "compose.yaml"):
-        assert yaml.safe_load((MONITORING / name).read_text())
+    services = yaml.safe_load((MONITORING / "compose.yaml").read_text())["services"]
+    (job,) = yaml.safe_load((MONITORING / "prometheus.yml").read_text())["scrape_configs"]
+    scraped = {*job["static_configs"][0]["targets"], *(f"{each}:9464" for each in job["dns_sd_configs"][0]["names"])}
+    telling = {name for name, each in services.items() if "0.0.0.0:9464" in each.get("command", ())}
+    assert scraped == {f"{name}:9464" for name in telling}
+    plain = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
+    for name in telling:  # an override replaces all words
+        command = plain[name]["command"]
+        assert services[name]["command"][: len(command)] == command
+
+
+def test_each_alarm_is_tried() -> None:
+    """By promtool, where it is installed."""
+    (rules,) = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"]
+    tried = yaml.safe_load((MONITORING / "alerts_test.yml").read_text())["tests"]
+    going_off = {each["alertname"] for test in tried for each in test["alert_rule_test"] if each.get("exp_alerts")}
+    assert going_off == {rule["alert"] for rule in rules["rules"]}
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")

@@ -30,6 +30,15 @@ def test_speed_is_measured_over_recent_steps_and_falls_when_nothing_comes() -> N
     assert steady.tokens_per_s(now=114.6) == 0
 
 
+@given(set_by=st.floats(-1e8, 1e8), cut=st.integers(2, 29))
+def test_a_clock_that_is_set_changes_no_speed(set_by: float, cut: int) -> None:
+    steps = [inner(number, 2e8 + 0.5 * number + set_by * (number >= cut), device_s=0.2) for number in range(1, 30)]
+    peer = history("0a", 0, steps)
+    assert peer.tokens_per_s(now=steps[-1].at) == pytest.approx(4096 / 0.5)
+    assert peer.busy_share(now=steps[-1].at) == pytest.approx(0.4)
+    assert peer.tokens_per_s(now=steps[-1].at - 3600) == pytest.approx(4096 / 0.5)
+
+
 def test_a_common_axis_counts_the_tokens_of_all_sources() -> None:
     first, second = history("0a", 0, [inner(1, 101.0), inner(2, 102.0)]), history("0b", 0, [inner(1, 101.5)])
     later = history("1a", 1, [inner(1, 100.75), inner(2, 101.5), inner(3, 200.0)])

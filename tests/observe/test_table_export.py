@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pyarrow.parquet
 import pytest
 from command_line import printed
 from msgspec import structs
+from sample_events import started, write_journal
 from typer.testing import CliRunner
 
 from noloco_node.cli.main import app
@@ -45,6 +47,14 @@ def test_a_field_that_never_has_a_value_is_no_column(tmp_path: Path, kind: Table
     with Journal(tmp_path / "journal.jsonl") as journal:
         journal.write(events.StateChanged(state=PeerState.TRAINING))
     assert export_journals([tmp_path], tmp_path / "out", kind).startswith("Wrote 1 rows")
+
+
+@pytest.mark.parametrize("kind", [TableFormat.CSV, TableFormat.PARQUET])
+def test_a_home_whose_name_is_no_text_is_written(tmp_path: Path, kind: TableFormat) -> None:
+    home = tmp_path / os.fsdecode(b"h\xff")
+    write_journal(home, [started("p", 0)])
+    export_journals([home], tmp_path / "table", kind)
+    assert b"h\\udcff" in (tmp_path / "table").read_bytes()
 
 
 def test_a_csv_has_a_row_for_each_event(homes: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ the decisions are the production's, the rest is a few lines of bookkeeping.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from random import Random
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from pipeline.placement import (
     MOST_KEPT,
     MOST_READINGS,
     READINGS,
+    MigrationDecision,
     MigrationState,
     OwnPlacement,
     StageClaim,
@@ -118,6 +119,18 @@ def test_a_move_leaves_the_weakest_stage_stronger_and_is_not_taken_back(
 # One peer's judgement.
 
 
+def judged(
+    me: OwnPlacement,
+    state: MigrationState,
+    claims: Sequence[StageClaim],
+    work: Sequence[float],
+    pace: StagePace,
+    now_s: float,
+) -> MigrationDecision:
+    """Judge one reading, where all others have brought weights to us."""
+    return decide(me, state, claims, work, pace, now_s, {claim.peer for claim in claims} - {me.peer})
+
+
 def first_of(claims: list[StageClaim]) -> OwnPlacement:
     return OwnPlacement(movers(claims, EVEN, 0)[0].peer, 0, 0.0)
 
@@ -126,7 +139,7 @@ def announced(claims: list[StageClaim], me: OwnPlacement) -> tuple[MigrationStat
     """Read until we announce; return when."""
     state, now_s = MigrationState(), 0.0
     for _ in range(10):
-        verdict = decide(me, state, claims, EVEN, PACE, now_s)
+        verdict = judged(me, state, claims, EVEN, PACE, now_s)
         state = verdict.state
         assert not verdict.go
         if verdict.announce is not None:
@@ -141,13 +154,13 @@ def test_it_takes_several_readings_in_a_row_and_a_moment_of_ones_own() -> None:
     state, now_s = announced(claims, me)
     assert state.readings >= READINGS
     assert (READINGS - 1) * PACE.look_s <= now_s <= (READINGS - 1) * PACE.look_s + PACE.delay_s + PACE.look_s
-    assert not decide(me, state, claims, EVEN, PACE, now_s + PACE.settle_s - 1.0).go
-    assert decide(me, state, claims, EVEN, PACE, now_s + PACE.settle_s).go
-    assert decide(me, state, swarm(2, 2), EVEN, PACE, now_s + PACE.settle_s).state == MigrationState(), (
+    assert not judged(me, state, claims, EVEN, PACE, now_s + PACE.settle_s - 1.0).go
+    assert judged(me, state, claims, EVEN, PACE, now_s + PACE.settle_s).go
+    assert judged(me, state, swarm(2, 2), EVEN, PACE, now_s + PACE.settle_s).state == MigrationState(), (
         "somebody else came"
     )
     other = next(claim.peer for claim in claims if claim.stage == 0 and claim.peer != me.peer)
-    verdict = decide(OwnPlacement(other, 0, 0.0), MigrationState(1, READINGS), claims, EVEN, PACE, 1e6)
+    verdict = judged(OwnPlacement(other, 0, 0.0), MigrationState(1, READINGS), claims, EVEN, PACE, 1e6)
     assert verdict.announce is None, "not who should go first"
 
 
@@ -155,7 +168,7 @@ def announcements(me: OwnPlacement, said: Callable[[int], list[StageClaim]]) -> 
     """Read until we go; return for each reading whether our record says that we go."""
     state, found = MigrationState(), list[bool]()
     for reading in range(4 * MOST_KEPT):
-        verdict = decide(me, state, said(reading), EVEN, PACE, reading * PACE.look_s)
+        verdict = judged(me, state, said(reading), EVEN, PACE, reading * PACE.look_s)
         state = verdict.state
         found.append(verdict.announce is not None)
         if verdict.go:
@@ -173,7 +186,7 @@ def test_of_two_who_announced_the_first_goes_and_the_other_takes_it_back() -> No
     order = [move.peer for move in movers(claims, EVEN, 0)]
     both = [claim._replace(moves_to=1) if claim.peer in order[:2] else claim for claim in claims]
     state = MigrationState(1, READINGS, announced_s=0.0)
-    first, second = (decide(OwnPlacement(peer, 0, 0.0), state, both, EVEN, PACE, 100.0) for peer in order[:2])
+    first, second = (judged(OwnPlacement(peer, 0, 0.0), state, both, EVEN, PACE, 100.0) for peer in order[:2])
     assert first.go
     assert second == (second.state, None, False)
     assert second.state.announced_s is None
@@ -211,10 +224,10 @@ def test_announcements_keep_us_again_once_somebody_has_come() -> None:
     me = first_of(claims)
     state = MigrationState(1, READINGS, kept=MOST_KEPT, kept_at=1.0)
     rival = replica("another", 0, moves_to=1)._replace(may_serve=())
-    assert decide(me, state, [*claims, rival], EVEN, PACE, 1e3).announce is not None
+    assert judged(me, state, [*claims, rival], EVEN, PACE, 1e3).announce is not None
     helped = [*claims, replica("helper", 1), rival]
     me = OwnPlacement(movers(helped, EVEN, 0)[0].peer, 0, 0.0)
-    verdict = decide(me, state, helped, EVEN, PACE, 1e3)
+    verdict = judged(me, state, helped, EVEN, PACE, 1e3)
     assert (verdict.announce, verdict.state.kept) == (None, 1)
 
 
@@ -278,7 +291,7 @@ class Swarm:
             own = self.truth(name, now_s)
             if own is not None and own.training:
                 # Published a little later than it was known.
-                verdict = decide(self.me[name], self.state[name], self.read(name, now_s), self.work, PACE, now_s)
+                verdict = judged(self.me[name], self.state[name], self.read(name, now_s), self.work, PACE, now_s)
                 self.state[name] = verdict.state
                 if verdict.go and verdict.move is not None:
                     again_s = self._move(name, now_s, verdict.move.target) + PACE.look_s

@@ -54,6 +54,7 @@ class Disk:
 
     def __init__(self, takes_s: float) -> None:
         self.takes_s, self.refuses, self.written, self.busy = takes_s, False, list[int](), 0
+        self.error: Exception = OSError(28, "No space left on device")
 
     async def save(self, checkpoint: Checkpoint) -> str:
         self.busy += 1
@@ -61,7 +62,7 @@ class Disk:
         await asyncio.sleep(self.takes_s)
         self.busy -= 1
         if self.refuses:
-            raise OSError(28, "No space left on device")
+            raise self.error
         self.written.append(checkpoint.counters.round)
         return "there"
 
@@ -129,21 +130,26 @@ async def test_the_writer_keeps_no_weights_between_two_checkpoints() -> None:
         assert gone() is None
 
 
-@pytest.mark.parametrize("refuses", [False, True])
-async def test_weights_may_move_once_a_checkpoint_is_written_refused_or_left_out(refuses: bool) -> None:
+LOST = torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+
+@pytest.mark.parametrize("error", [None, OSError(28, "No space left on device"), MemoryError(), LOST])
+async def test_weights_may_move_once_a_checkpoint_is_written_refused_or_left_out(error: Exception | None) -> None:
+    """A device that is lost may be noticed here first, and a node without memory for a checkpoint trains on."""
     read: list[int] = []
 
     def reading(number: int) -> Checkpoint:
         return checkpoint(number)._replace(read=lambda: read.append(number))
 
     disk = Disk(30.0)
-    disk.refuses = refuses
+    disk.refuses, disk.error = error is not None, error or disk.error
     saving = CheckpointWriter(disk.save, lambda _: None, lambda _: None, every_s=60.0)
     writing = asyncio.create_task(saving.run())
     saving.begin(reading(1))
     await asyncio.sleep(1.0)
     assert not read
     saving._waiting = reading(2)  # which the last one makes useless
-    await saving.finish(reading(3))
+    assert await saving.finish(reading(3)) == (error is None)
     assert read == [2, 1, 3]
+    assert not writing.done()
     writing.cancel()

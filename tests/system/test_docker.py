@@ -219,6 +219,38 @@ def test_a_private_wan_trains_with_a_site_that_nobody_can_dial(image: str) -> No
         train_on(nodes)
         assert "a router is in between" in said(nodes[-1])
 
+        # Two sites whose line was down until neither believed in the other become one swarm again.
+        (bootstrap,) = project.containers("bootstrap")
+
+        def told() -> str:
+            return re.findall(r"replicas by stage: (.*)", said(bootstrap))[-1]
+
+        until(lambda: told() == "0: 2, 1: 2", "all four nodes are known")
+        project("stop", "router-b")
+        until(lambda: sum(map(int, re.findall(r": (\d)", told()))) == 2, "site b is out of sight")
+        project("start", "router-b")
+        until(lambda: sum(map(int, re.findall(r": (\d)", told()))) == 4, "site b is back")
+        train_on(nodes)
+        assert "clock" not in "".join(map(said, [bootstrap, *nodes]))
+
+
+def test_a_setting_that_names_what_user_1000_cannot_read_is_named(image: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.mkdir(mode=0o700)
+    (secret / "run.toml").touch(mode=0o600)
+    for role, setting, path, place in (
+        ("bootstrap", "RUN_FILE", secret / "run.toml", "/run.toml"),
+        ("bootstrap", "RUN_DIR", secret, "/run-dir"),
+        ("node", "TEXT", secret, "/text"),
+        ("node", "INVITE_FILE", secret / "run.toml", "/invite-file"),
+    ):
+        once = ("docker", "run", "--rm", "--volume", f"{path}:{place}:ro", image, role)
+        done = subprocess.run(once, capture_output=True, text=True, timeout=LAST_RESORT_S, check=False)
+        assert (done.returncode, done.stderr) == (
+            Exit.CONFIG,
+            f"noloco-node: user 1000 cannot read what {setting} in docker/.env names.\n",
+        )
+
 
 def test_peers_of_two_versions_on_one_bridge_say_which_is_older(image: str, tmp_path: Path) -> None:
     name = f"noloco-test-{os.getpid()}"

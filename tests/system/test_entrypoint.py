@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -19,15 +20,19 @@ SHOWS = 'echo "$@"; cat'
 
 
 @contextmanager
-def container(invite: Path, *words: str, program: str = SHOWS) -> Iterator[subprocess.Popen[str]]:
+def container(
+    invite: Path, *words: str, program: str = SHOWS, script: Path = ROOT / "docker" / "entrypoint.sh"
+) -> Iterator[subprocess.Popen[str]]:
     """Run what a container runs, with `program` for noloco-node."""
     installed = invite.parent / "noloco-node"
     installed.write_text(f"#!/bin/sh\n{program}\n")
     installed.chmod(0o755)
     environment = {"PATH": f"{invite.parent}:{os.environ['PATH']}", "INVITE_FILE": str(invite)}
-    words = ("sh", str(ROOT / "docker" / "entrypoint.sh"), *words)
+    words = ("sh", str(script), *words)
     pipe = subprocess.PIPE
-    with subprocess.Popen(words, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+    with subprocess.Popen(
+        words, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+    ) as process:
         try:
             yield process
         finally:
@@ -70,6 +75,47 @@ def test_an_invite_reaches_the_node_as_soon_as_it_is_there_and_shows_in_no_list_
         shown, _ = process.communicate(timeout=LAST_RESORT_S)
     assert shown == "join - --home /home/noloco/home --stay\nnoloco6:secret\n"
     assert process.returncode == Exit.OK
+
+
+NOTHING, FILE, DIRECTORY = "nothing", "file", "directory"
+
+
+@pytest.mark.parametrize(
+    ("role", "setting", "place", "kind"),
+    [
+        ("bootstrap", "RUN_FILE", "run.toml", FILE),
+        ("bootstrap", "RUN_DIR", "run-dir", DIRECTORY),
+        ("node", "TEXT", "text", DIRECTORY),
+        ("node", "INVITE_FILE", "invite-file", FILE),
+        ("node", "INVITE_FILE", "invite/invite", FILE),
+    ],
+)
+@pytest.mark.parametrize("given", [NOTHING, FILE, DIRECTORY])
+def test_a_setting_that_names_the_wrong_thing_is_refused_and_never_passed_over(
+    tmp_path: Path, role: str, setting: str, place: str, kind: str, given: str
+) -> None:
+    """Compose mounts /dev/null where a setting names nothing."""
+    places = ("run.toml", "run-dir", "run-file", "text", "invite-file", "invite")
+    for each in ("run-file", "invite"):
+        (tmp_path / each).mkdir()
+    script = tmp_path / "entrypoint"
+    text = (ROOT / "docker" / "entrypoint.sh").read_text()
+    script.write_text(re.sub(rf"(?<=[\s=])/({'|'.join(places)})\b", rf"{tmp_path}/\1", text))
+    (tmp_path / "invite" / "invite").write_text("noloco6:secret\n")
+    if given == NOTHING:
+        (tmp_path / place).unlink(missing_ok=True)
+        (tmp_path / place).symlink_to("/dev/null")
+    elif given == FILE:
+        (tmp_path / place).write_text("noloco6:other\n")
+    else:
+        (tmp_path / place).unlink(missing_ok=True)
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "run.toml").touch()
+    with container(tmp_path / "invite" / "invite", role, script=script) as process:
+        _, said = process.communicate(timeout=LAST_RESORT_S)
+    expected = place == "invite/invite" if given == NOTHING else given != kind
+    assert (f"{setting}" in said) is expected, said
+    assert process.returncode == (Exit.CONFIG if expected else Exit.OK)
 
 
 def test_an_invite_that_cannot_be_read_is_no_reason_to_wait(tmp_path: Path) -> None:

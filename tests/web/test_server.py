@@ -244,10 +244,17 @@ def test_metrics_in_the_open_are_refused_unless_asked_for(text: str) -> None:
     assert opened.port == 9464
 
 
-@pytest.mark.parametrize("text", ["", "x", "1.2.3.4", "127.0.0.1:", "127.0.0.1:65536", "127.0.0.1:-1", "127.0.0.1:²"])
-def test_a_place_needs_a_port(text: str) -> None:
-    with pytest.raises(UserError, match="no place"):
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "x", "1.2.3.4", "127.0.0.1:", "127.0.0.1:65536", "127.0.0.1:-1", "127.0.0.1:²", "9" * 5000),
+        *("::1", "::1:80", "[::1]", "a..b:80", f"{'a' * 64}:80"),
+    ],
+)
+def test_a_place_needs_a_host_and_a_port(text: str) -> None:
+    with pytest.raises(UserError, match="no place") as caught:
         metrics_place(text, is_open=True)
+    assert caught.value.code is Exit.USAGE
 
 
 @pytest.mark.parametrize("option", [("--metrics", "0.0.0.0:9464"), ("--web", "nowhere")])

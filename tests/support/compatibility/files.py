@@ -169,6 +169,7 @@ def events() -> list[Any]:
         journal.CatchUp(
             what="done", stage=1, donor=None, round=9, total_bytes=40, held_bytes=40, fetched_bytes=40, seconds=1.0
         ),
+        journal.Continued(peer=ME, stage=0, run="ab" * 32, version="1.2.3", device="cuda:0", parameters=1880, pid=4242),
         journal.Disowned(stage=1, round=20, loss=9.5, usual=3.0),
         journal.Evaluated(
             number=2,
