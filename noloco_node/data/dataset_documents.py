@@ -19,6 +19,7 @@ from noloco_node.data.local_rows import LocalRows
 from noloco_node.data.row_forms import BadRow, GoodRow, data_error, row_of
 from noloco_node.errors import Exit, UserError, config_error, is_full_disk
 from noloco_node.run.config import DataConfig
+from noloco_node.storage.atomic_file import size_of
 from noloco_node.terminal import say
 
 T = TypeVar("T")
@@ -183,7 +184,9 @@ class RowDocuments:
             what = f'The data source has no rows that fit data.form = "{self._data.form}".'
             return data_error(what, why, "`noloco-node data` shows how rows are read")
         return config_error(
-            f"The data source has no rows with text in the field {self._data.field!r}.", why, ANOTHER_FIELD
+            f"The data source has no rows with text in the field {self._data.field!r}.",
+            why,
+            ANOTHER_FIELD if self.rows_seen else "another data.path, with a row in it",
         )
 
     def _read(self, row: Any, bad: list[BadRow]) -> tuple[str, str]:
@@ -254,7 +257,7 @@ def _is_passing(error: Exception) -> bool:
 def _local_files(data: DataConfig) -> list[tuple[str, Path]]:
     if data.source == "hub":
         return []
-    return [(name, path) for name, path in find_files(data.path or "", SUFFIXES[data.source]) if path.stat().st_size]
+    return [(name, path) for name, path in find_files(data.path or "", SUFFIXES[data.source]) if size_of(path)]
 
 
 def _files_of(data: DataConfig) -> list[tuple[str, int, str]]:

@@ -108,6 +108,14 @@ def require_room(directory: Path, size_bytes: int, path: Path | None = None) -> 
         raise OSError(errno.ENOSPC, why, None if path is None else str(path))
 
 
+def size_of(path: Path) -> int:
+    """Return the bytes of a file; 0 of one that has gone, or that the system does not show."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
 @contextmanager
 def locked_aside(directory: Path) -> Iterator[Path]:
     """Yield an empty directory beside `directory`, without what a killed process left there; remove it afterwards.

@@ -70,7 +70,11 @@ class RunPaths:
 
     def other_runs(self) -> OtherRuns:
         others = [path for path in self.path.parent.glob("*") if path != self.path]
-        sizes = [sum(path.stat().st_size for path in other.rglob("*") if path.is_file()) for other in others]
+        # Their owner may remove them at this moment.
+        sizes = [
+            sum(atomic_file.size_of(Path(directory, name)) for directory, _, names in os.walk(other) for name in names)
+            for other in others
+        ]
         return OtherRuns(sum(map(bool, sizes)), sum(sizes))
 
 

@@ -385,6 +385,29 @@ def test_a_directory_without_rows_is_told_in_a_line(tmp_path: Path) -> None:
         open_blocks(msgspec.structs.replace(data, path=str(tmp_path / "*.jsonl")), 16, 0, "p")
 
 
+def test_a_file_of_rows_that_goes_while_it_is_opened_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = dataset_documents.find_files
+    (tmp_path / "rows.jsonl").write_text('{"text": "here"}\n')
+
+    def found_before(path: str, suffixes: tuple[str, ...]) -> list[tuple[str, Path]]:
+        return [("gone.jsonl", tmp_path / "gone.jsonl"), *find(path, suffixes)]
+
+    monkeypatch.setattr(dataset_documents, "find_files", found_before)
+    data = DataConfig(source="json", path=str(tmp_path), validation_percent=0.0)
+    assert documents_in(open_blocks(data, 2, 0, "p"), 1) == ["here"]
+
+
+@pytest.mark.parametrize("content", ["[]", "\n\n"])
+def test_a_file_without_a_row_asks_for_another_file_and_no_other_field(tmp_path: Path, content: str) -> None:
+    (tmp_path / "rows.json").write_text(content)
+    data = DataConfig(source="json", path=str(tmp_path), validation_percent=0.0)
+    with pytest.raises(UserError) as caught:
+        open_blocks(data, 2, 0, "p").next_batch(1)
+    assert "data.path" in caught.value.hint
+
+
 def test_text_that_may_not_be_read_is_not_said_to_be_missing(tmp_path: Path) -> None:
     around = tmp_path / "around"
     around.symlink_to(around)  # the system refuses it, also to root

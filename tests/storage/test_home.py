@@ -172,6 +172,25 @@ def test_the_newest_weights_of_each_run_and_stage_stay(
             assert (others.size_bytes > 0) == (others.number > 0)
 
 
+def test_other_runs_may_be_removed_while_they_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    look = Path.stat
+
+    def looked_at_once(self: Path, **others: bool) -> os.stat_result:
+        found = look(self, **others)
+        if self.suffix == ".old":
+            self.unlink()
+        return found
+
+    with Home.open(tmp_path) as home:
+        for name in ("a.old", "b.old"):
+            (home.enter(RUNS[1]).path / name).write_text("weights")
+        paths = home.enter(RUNS[0])
+        monkeypatch.setattr(Path, "stat", looked_at_once)
+        assert paths.other_runs() == (1, 14)
+        monkeypatch.undo()
+        assert paths.other_runs() == (0, 0)
+
+
 def test_a_disk_that_refuses_the_directory_of_a_run_is_trouble(tmp_path: Path) -> None:
     with Home.open(tmp_path) as home:
         (home.path / "runs").touch()

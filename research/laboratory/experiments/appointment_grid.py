@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from research.laboratory.experiments.cell import Cell, Conditions, Corpus, Method
+from research.laboratory.experiments.cell import Cell, Conditions, Corpus, Method, Prose
 from research.laboratory.experiments.grid import Grid, Recipe
 from research.laboratory.experiments.rivals import heads
 from research.laboratory.experiments.volunteer_grid import FEW, HOURS, map_cell
@@ -21,10 +21,11 @@ CHOICES = ((1.0, 16), (1.5, 16), (1.0, 13))
 """How much wider stale step sizes are, and the last rounds' inner steps, which say how many bytes are sent."""
 CHOSEN = CHOICES[2]
 CHURN = Conditions(churn=0.6, inequality=2.0, line="100/20", hours=HOURS)
-PLACES: tuple[tuple[str, Corpus], ...] = (
+PLACES: tuple[tuple[str, Corpus | Prose], ...] = (
     ("stay", "library"),
     ("stay", "torch"),
     ("churn", "library"),
+    ("churn", "prose"),
 )
 ABOUT = {
     "gossip": "gossip",
