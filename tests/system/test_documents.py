@@ -33,6 +33,14 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(file), target
 
 
+def test_the_site_has_every_page() -> None:
+    """Else `make docs` fails."""
+    index = ROOT / "docs/index.md"
+    listed = re.findall(r"^(?:\.\./)?[\w/-]+$", index.read_text(encoding="utf-8"), re.MULTILINE)
+    found = [(index.parent / name).resolve().with_suffix(".md") for name in listed]
+    assert sorted([*found, index]) == PAGES
+
+
 def said() -> str:
     """Return every text in the product's source, one a line, with `…` for what an f-string fills in."""
     lines = []
