@@ -192,7 +192,7 @@ class OuterOptimiser:
     async def _bounded(
         self, bound: InfluenceBound, ours: OwnWeights, partner: str, sides: Sides, snapshot: Snapshot, ours_older: bool
     ) -> Sides:
-        only = self._has_one_partner
+        only = self._has_one_partner_at_most
 
         def share() -> float:
             deviation = measure(sides.theirs, ours, self.state.slow, snapshot.fast)
@@ -203,8 +203,8 @@ class OuterOptimiser:
         return sides._replace(share=await self._compute(share))
 
     @property
-    def _has_one_partner(self) -> bool:
-        """Whether our stage has no other partner; asked before a computation, whose thread does not have the roster."""
+    def _has_one_partner_at_most(self) -> bool:
+        """Asked before a computation, whose thread must not read the roster."""
         return len(self._partners()) < 2
 
     async def adopting(self, wire: Tensors, snapshot: Snapshot, *, disowned: bool) -> Step:
@@ -213,7 +213,7 @@ class OuterOptimiser:
         Raises another ConnectionAbortedError than Implausible where the partner may be right, and we do not follow.
         """
         theirs = Coded(absolute(self._codec), wire)
-        own, fast, only = self._adopted(snapshot), snapshot.fast, self._has_one_partner
+        own, fast, only = self._adopted(snapshot), snapshot.fast, self._has_one_partner_at_most
 
         def check_theirs() -> None:
             check(theirs, own, own.norm())

@@ -1,9 +1,9 @@
 """Writing the journal: one JSON object a line, appended and rotated.
 
 Each event is one write to a file opened for appending, so a crash tears one line at most; the writer begins a new line
-after it. At MAX_BYTES the file replaces `journal.1.jsonl`: the two together bound the disk that a journal takes. A new
-file begins with the session that goes on: both may be of one session, whose beginning is gone. A full disk costs
-events, and never the training.
+after it. At MAX_BYTES the file replaces `journal.1.jsonl`: the two together bound the disk that a journal takes. The
+first line of a new file repeats what began the session that goes on, which neither file may hold any more. A full disk
+costs events, and never the training.
 
 `JournalThrottle` keeps strangers from filling the journal. It records refusals, losses, violations and findings of spot
 checks one by one, up to a number an hour for each peer and kind; then it records one whenever their count has doubled,

@@ -22,7 +22,7 @@ SECONDS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
 class LaterGauge:
-    """A gauge that is not there before its first value: a loss of 0 in between would be one that jumps, for alarms."""
+    """A gauge that is absent until its first value: a step from 0 to the first loss would set off an alarm."""
 
     def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
         self._gauge, self._registry = Gauge(name, text, registry=None), registry

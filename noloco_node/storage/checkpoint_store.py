@@ -197,7 +197,7 @@ class CheckpointWriter:
             try:
                 where = await self._save(checkpoint)
             except (OSError, MemoryError, RuntimeError) as error:
-                # Of a device that is lost too: its next job says so, and then what lies in main memory is saved.
+                # A lost device may fail here first. Its next job reports it, and the node saves what main memory holds.
                 cause = " ".join(reason_of(error).split())[:300] or type(error).__name__
             checkpoint.read()  # where this is cancelled, a thread may still read
             self._last = LastCheckpoint(

@@ -2,7 +2,7 @@
 
 All step by AdamW with Nesterov's momentum. The machines that stay are those of the survey of optimisers
 (`optimiser_grid`), at the rate that was best there for both methods. Under churn it is a place of the map
-(`volunteer_grid`), at its rate. What is free in an appointment was chosen on seed 1 of the library's text: `CHOICES`.
+(`volunteer_grid`), at its rate. Its two free settings (`CHOICES`) were chosen on seed 1 of the library's text.
 """
 
 from __future__ import annotations
