@@ -22,7 +22,8 @@ from multiaddr.exceptions import Error as MultiaddrError
 from noloco_node.errors import Exit, UserError, config_error
 
 _FAMILIES = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
-_HOSTS = {*_FAMILIES, "dns", "dns4", "dns6"}
+_HOSTS = ("ip4", "ip6", "dns", "dns4", "dns6")
+_TRANSPORTS = (("tcp",), ("tcp", "ws"), ("udp", "quic-v1"))
 _QUIC_ALONE = "over UDP the daemon speaks QUIC alone: end it in /quic-v1"
 RELAYS_KEY = "relays"  # of the records, after the run's id; each is a MessagePack list of addresses that end in /p2p/ID
 RELAY_PLACES = 4  # addresses of one relay
@@ -64,7 +65,7 @@ def parse_peer_address(text: str) -> PeerAddress:
         raise ValueError(f"{text!r} does not end in /p2p/ and a peer id")
     if len(parts) == 1:
         raise ValueError(f"{text!r} names a peer but no place to dial, such as /ip4/192.0.2.1/tcp/4001 before /p2p")
-    return PeerAddress(_join(parts[:-1]), parts[-1][1])
+    return PeerAddress(str(Multiaddr(text)).rpartition("/p2p/")[0], parts[-1][1])
 
 
 def relay_record(places: Sequence[str]) -> bytes:
@@ -93,9 +94,15 @@ def checked_relays(addresses: Iterable[str]) -> tuple[str, ...]:
         except ValueError:
             continue
         # A comma would smuggle a second address into the daemon's command line.
-        if "," not in text and "p2p-circuit" not in text and (address.peer in found or len(found) < _MOST_RELAYS):
+        if "," not in text and _is_dialled(address) and (address.peer in found or len(found) < _MOST_RELAYS):
             found.setdefault(address.peer, []).append(str(address))
     return tuple(place for places in found.values() for place in dict.fromkeys(places[:RELAY_PLACES]))
+
+
+def _is_dialled(address: PeerAddress) -> bool:
+    """Say whether the daemon can read an address: it does not start with one of a kind that it does not know."""
+    host, *transport = (kind for kind, _ in _parse(address.transport))
+    return host in _HOSTS and tuple(transport) in _TRANSPORTS
 
 
 def place_text(raw: bytes) -> str:
@@ -187,10 +194,6 @@ def _parse(text: str) -> list[tuple[str, str | None]]:
         return [(protocol.name, value) for protocol, value in Multiaddr(text).items()]
     except (MultiaddrError, ValueError) as error:
         raise ValueError(str(error)) from None
-
-
-def _join(parts: Sequence[tuple[str, str | None]]) -> str:
-    return "".join(f"/{kind}" if value is None else f"/{kind}/{value}" for kind, value in parts)
 
 
 def _not_an_address(text: str, why: str) -> UserError:

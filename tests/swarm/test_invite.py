@@ -108,6 +108,8 @@ def test_an_invite_says_from_where_it_can_be_used() -> None:
 def test_an_address_is_split_into_place_and_peer() -> None:
     assert parse_peer_address(ADDRESSES[0]) == PeerAddress("/ip4/192.0.2.1/tcp/4001", ED25519)
     assert parse_peer_address(ADDRESSES[4]).transport == f"/ip4/192.0.2.1/tcp/4001/p2p/{RSA}/p2p-circuit"
+    beside = f"/ip6zone/eth0/ip6/fe80::1/tcp/4001/p2p/{RSA}"
+    assert str(parse_peer_address(beside)) == beside
 
 
 @pytest.mark.parametrize(
