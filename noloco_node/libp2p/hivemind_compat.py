@@ -36,7 +36,7 @@ from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.ticket import Right
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.node_search import MOST_NAMED, NodeSearch
-from noloco_node.libp2p.short_answers import Version, names, restored, shortened
+from noloco_node.libp2p.short_answers import MOST_VERSIONS, Version, names, record_count, restored, shortened
 
 _LOADING = threading.Lock()  # a program may start two peers, each in a thread of its own
 _MOST_GHOSTS = 64
@@ -445,6 +445,8 @@ class _Authorizer:
             return False
         if _is_find(request) and len(request.keys) > 1:
             return False  # we ask for one key at a time, and an answer costs the holder as much work for each
+        if type(request).__name__ == "StoreRequest" and not _has_few_records(request):
+            return False
         if self._admission is None:
             return True
         shown = request.auth.client_access_token
@@ -481,6 +483,8 @@ class _Authorizer:
         """Restore a short answer. hivemind takes an error, or what is not good, for a missing answer."""
         if not self._is_member(response.auth.service_access_token.signature):
             return False
+        if _is_find(request) and len(response.results) != len(request.keys):
+            return False  # each result would be decompressed, to a thousand times its bytes
         for result in response.results if _is_find(request) else ():
             del result.nearest_peer_ids[MOST_NAMED:], result.nearest_node_ids[:]
             result.nearest_node_ids.extend(_node_of(self._rules, peer) for peer in result.nearest_peer_ids)
@@ -506,6 +510,15 @@ class _Authorizer:
 
 def _is_find(request: Any) -> bool:
     return type(request).__name__ == "FindRequest"
+
+
+def _has_few_records(request: Any) -> bool:
+    """Say whether a request for storage has so few records as one answer, before hivemind decodes any of them."""
+    values = zip(request.subkeys, request.values, strict=False)  # a dictionary has no subkey
+    try:
+        return sum(1 if subkey else record_count(value) for subkey, value in values) <= MOST_VERSIONS
+    except (ValueError, RecursionError):  # msgspec's own are such
+        return False
 
 
 def forget_ghosts(entries: Any) -> None:

@@ -38,6 +38,7 @@ from noloco_node.libp2p.hivemind_compat import (
     load_hivemind,
 )
 from noloco_node.libp2p.node_search import MOST_NAMED
+from noloco_node.libp2p.short_answers import MOST_VERSIONS, _packed
 
 SIGNATURES = {
     "p2p.p2p_daemon:P2P.replicate": "daemon_listen_maddr",
@@ -434,6 +435,40 @@ def test_a_request_asks_for_one_key_at_most(keys: int) -> None:
         return await _Authorizer(rules).validate_request(request)
 
     assert asyncio.run(main()) == (keys <= 1)
+
+
+@pytest.mark.parametrize("results", [0, 1, 2, 100])
+def test_an_answer_has_one_result_for_a_key(results: int) -> None:
+    """Each would be decompressed, to up to a thousand times its bytes."""
+    rules = CallRules(lambda *parts: hashlib.sha256(repr(parts).encode()).digest(), None)
+    request = inside("proto.dht_pb2:FindRequest")(keys=[b"k" * 20])
+    response = inside("proto.dht_pb2:FindResponse")(results=[inside("proto.dht_pb2:FindResult")()] * results)
+    assert asyncio.run(_Authorizer(rules).validate_response(response, request)) == (results == 1)
+
+
+@given(
+    st.sampled_from([0, 1, 1000, 2047, 2048, 2049]),
+    st.lists(st.sampled_from([0, 1, 1100]), max_size=3),
+    st.sampled_from([None, b"\x90", b""]),
+)
+def test_a_request_for_storage_holds_so_many_records_as_an_answer_at_most(
+    singles: int, dictionaries: list[int], malformed: bytes | None
+) -> None:
+    """hivemind decodes any value: millions of empty lists, say, to a hundred times their bytes."""
+    packed = [_packed(0x50, float("inf"), 1e10, [(f"{n}", b"", 1e10) for n in range(size)]) for size in dictionaries]
+    packed += [] if malformed is None else [malformed]
+    request = inside("proto.dht_pb2:StoreRequest")(
+        keys=[b"k" * 20] * (singles + len(packed)),
+        subkeys=[b"\xa1p"] * singles + [b""] * len(packed),
+        values=[b"\xc4\x00"] * singles + packed,
+    )
+    rules = CallRules(lambda *parts: hashlib.sha256(repr(parts).encode()).digest(), None)
+
+    async def main() -> bool:
+        await _Authorizer(rules).sign_request(request, None)
+        return await _Authorizer(rules).validate_request(request)
+
+    assert asyncio.run(main()) == (malformed is None and singles + sum(dictionaries) <= MOST_VERSIONS)
 
 
 @pytest.mark.parametrize("reads", [False, True])

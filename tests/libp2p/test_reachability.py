@@ -203,6 +203,22 @@ def test_records_of_relays_are_read_with_care() -> None:
     assert len(checked_relays(many)) == 4
 
 
+HOSTS = st.sampled_from(["/ip4/198.51.100.1", "/ip6/2001:db8::1", "/dns4/example.org", "/dns/example.org"])
+STRANGE_HOSTS = st.sampled_from(["", "/ip6zone/eth0/ip6/fe80::1", f"/p2p/{PEERS[0]}", "/dnsaddr/example.org"])
+WAYS = st.sampled_from(["/tcp/4001", "/tcp/4001/ws", "/udp/4001/quic-v1"])
+STRANGE_WAYS = st.sampled_from(["", "/memory/1", "/tcp/4001/http-path/x", "/tcp/4001/noise", "/udp/1/webrtc-direct"])
+
+
+@given(HOSTS | STRANGE_HOSTS, WAYS | STRANGE_WAYS)
+def test_no_relay_of_a_stranger_keeps_our_daemon_from_starting(host: str, way: str) -> None:
+    """The daemon ends at once where it cannot read one of the addresses that it is given."""
+    taken = checked_relays([f"{host}{way}/p2p/{PEERS[1]}"])
+    is_plain = not (host == "" or "zone" in host or "p2p" in host or "dnsaddr" in host)
+    is_known = way in ("/tcp/4001", "/tcp/4001/ws", "/udp/4001/quic-v1")
+    assert len(taken) == (is_plain and is_known)
+    assert list(map(str, map(parse_peer_address, taken))) == list(taken)
+
+
 def test_a_flood_of_relays_costs_a_bounded_look(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at, parse = list[str](), addresses.parse_peer_address
 
