@@ -246,7 +246,13 @@ def test_a_peer_that_is_shut_out_is_invited_when_that_is_over(tmp_path: Path) ->
     owner.invited(PEER)
 
 
-@pytest.mark.parametrize("content", [b"{", b'{"number": "one"}', b"\xff"])
+REVOKED = b'{"revoked": {"%s": %d}}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"{", b"\xff", b'{"number": "one"}', b'{"number": -1}', REVOKED % (b"f" * 64, 10**18), REVOKED % (b"g" * 64, 0)],
+)
 def test_a_damaged_list_is_an_error_and_stays_as_it_is(tmp_path: Path, content: bytes) -> None:
     """Taken for an empty one, it would let in again who was shut out."""
     owner = Owner(tmp_path, "open")
