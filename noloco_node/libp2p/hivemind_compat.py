@@ -470,6 +470,8 @@ class _Authorizer:
             return False  # we ask for one key at a time, and an answer costs the holder as much work for each
         if type(request).__name__ == "StoreRequest" and not _has_few_records(request):
             return False
+        if type(request).__name__ == "PingRequest":
+            request.ClearField("validate")  # we never ask for it, and hivemind would call each asker back
         if self._admission is None:
             return True
         shown = request.auth.client_access_token
@@ -558,19 +560,20 @@ def ignore_orphaned_waits(loop: asyncio.AbstractEventLoop) -> None:
     A search starts such a task at each hop and forgets it; when the search is cut off, as all are when the daemon dies,
     the garbage collector finds them pending, and asyncio would print a line for each on the person's screen.
     """
-    before = loop.get_exception_handler()
+    before: Any = loop.get_exception_handler()
+    if getattr(before, "func", None) is not _complain:  # a node opens its network again after each outage
+        loop.set_exception_handler(functools.partial(_complain, before))
 
-    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        task = context.get("task")
-        orphan = isinstance(task, asyncio.Task) and getattr(task.get_coro(), "__qualname__", "") == "Event.wait"
-        if orphan and "was destroyed" in context.get("message", ""):
-            return
-        if before is not None:
-            before(loop, context)
-        else:
-            loop.default_exception_handler(context)
 
-    loop.set_exception_handler(handle)
+def _complain(before: Callable[..., object] | None, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    task = context.get("task")
+    orphan = isinstance(task, asyncio.Task) and getattr(task.get_coro(), "__qualname__", "") == "Event.wait"
+    if orphan and "was destroyed" in context.get("message", ""):
+        return
+    if before is not None:
+        before(loop, context)
+    else:
+        loop.default_exception_handler(context)
 
 
 def load_hivemind() -> HivemindParts:

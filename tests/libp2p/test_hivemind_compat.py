@@ -35,6 +35,7 @@ from noloco_node.libp2p.hivemind_compat import (
     _name_callers,
     disconnect,
     forget_ghosts,
+    ignore_orphaned_waits,
     load_hivemind,
     mend_calls,
 )
@@ -439,6 +440,19 @@ def test_a_request_asks_for_one_key_at_most(keys: int) -> None:
     assert asyncio.run(main()) == (keys <= 1)
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+def test_no_caller_has_us_call_it_back(wanted: bool) -> None:
+    rules = CallRules(lambda *parts: hashlib.sha256(repr(parts).encode()).digest(), None)
+    request = inside("proto.dht_pb2:PingRequest")(validate=wanted)
+
+    async def main() -> bool:
+        await _Authorizer(rules).sign_request(request, None)
+        return await _Authorizer(rules).validate_request(request)
+
+    assert asyncio.run(main())
+    assert not request.validate
+
+
 @pytest.mark.parametrize("results", [0, 1, 2, 100])
 def test_an_answer_has_one_result_for_a_key(results: int) -> None:
     """Each would be decompressed, to up to a thousand times its bytes."""
@@ -637,6 +651,17 @@ async def test_a_reader_and_a_writer_that_failed_are_asked_why() -> None:
     await disconnect(client)
     del tasks, control, client
     assert complaints == []
+
+
+async def test_complaints_are_heard_once_however_often_a_network_is_opened() -> None:
+    loop, complaints = asyncio.get_running_loop(), list[Any]()
+    loop.set_exception_handler(lambda _, context: complaints.append(context))
+    ignore_orphaned_waits(loop)
+    handler = loop.get_exception_handler()
+    ignore_orphaned_waits(loop)
+    assert loop.get_exception_handler() is handler
+    loop.call_exception_handler({"message": "something else"})
+    assert complaints == [{"message": "something else"}]
 
 
 class Line:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -403,6 +406,36 @@ def test_a_relay_that_cannot_be_asked_is_told_in_one_line_without_advice_for_new
     assert said
     assert all("\n" not in line and "bootstrap peer" not in line for line in said)
     assert all(line.count("no answer") == 2 for line in said)
+
+
+@pytest.mark.parametrize("trouble", [RuntimeError("a bug"), ConnectionResetError("gone"), OSError("no space")])
+async def test_a_relay_is_started_again_whatever_ends_it(monkeypatch: pytest.MonkeyPatch, trouble: Exception) -> None:
+    starts, told = 0, list[str]()
+
+    @asynccontextmanager
+    async def start(*_: object) -> AsyncIterator[tuple[Any, Any]]:
+        nonlocal starts
+        starts += 1
+        if starts == 2:
+            raise trouble
+        daemon = SimpleNamespace(wait=asyncio.Event().wait if starts > 2 else partial(asyncio.sleep, 1.0, "killed"))
+        yield SimpleNamespace(daemon=daemon), SimpleNamespace(peer_id=SimpleNamespace(to_base58=lambda: PEERS[1]))
+
+    async def ask(doors: Sequence[PeerAddress]) -> Grant:
+        return Grant(0, 0)
+
+    async def place(*_: object) -> tuple[str, ...]:
+        return (RELAY,)
+
+    monkeypatch.setattr(relays, "_addresses", place)
+    pool = RelayPool(cast(PeerContext, SimpleNamespace(start=start)), told.append, ask)
+    ready: asyncio.Future[tuple[str, ...]] = asyncio.get_running_loop().create_future()
+    keeping = asyncio.create_task(relays._keep(pool, POSTURE, ready))
+    assert await ready == (RELAY,)
+    await asyncio.wait([keeping], timeout=60.0)
+    keeping.cancel()
+    assert starts == 3
+    assert ["killed" in told[0], str(trouble) in told[1]] == [True, True]
 
 
 @pytest.mark.parametrize(
