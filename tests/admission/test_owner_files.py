@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -340,7 +341,7 @@ def test_a_bootstrap_peer_outlives_a_list_that_it_cannot_read_and_takes_the_next
     owner = Owner(tmp_path, "listed")
     hosted = HostedAdmissions(owner.recipe, owner.run, tmp_path / "identity.key", None)
     owner.members("revoke", PEER)
-    path, said = members_file(owner.run), list[str]()
+    path, said, threads = members_file(owner.run), list[str](), set[threading.Thread]()
     whole = path.with_suffix(".whole")
     path.rename(whole)
     if damage == "directory":
@@ -355,11 +356,17 @@ def test_a_bootstrap_peer_outlives_a_list_that_it_cannot_read_and_takes_the_next
     async def main() -> None:
         loop, looks, read = asyncio.get_running_loop(), asyncio.Queue[None](), hosted._read_list
 
-        def told_of() -> None:
+        def told_of() -> bytes:
             loop.call_soon_threadsafe(looks.put_nowait, None)
-            read()
+            return read()
 
+        def take(raw: bytes) -> bool:
+            threads.add(threading.current_thread())
+            return takes(raw)
+
+        takes = hosted._state.take_revocations
         monkeypatch.setattr(hosted, "_read_list", told_of)
+        monkeypatch.setattr(hosted._state, "take_revocations", take)
         watching = asyncio.create_task(hosted.watch())
         for _ in range(3):
             await looks.get()
@@ -374,6 +381,7 @@ def test_a_bootstrap_peer_outlives_a_list_that_it_cannot_read_and_takes_the_next
     assert str(path) in said[0]
     assert hosted.state is not None
     assert hosted.state.revocations is not None
+    assert threads == {threading.main_thread()}, "where the lists of others are taken"
 
 
 def test_a_list_that_is_no_file_lets_nobody_in(tmp_path: Path) -> None:
