@@ -88,8 +88,12 @@ class AdmissionState:
             facts = self._facts(peer, raw)
             if facts is None:
                 return FOREIGN
-            # Records outlive what they were published with: an older ticket replaces no better one.
-            if known is None or self.refusal(peer) or _rank(facts) > _rank(known[1]):
+            # Records outlive what they were published with: what an old one carries takes no good ticket's place.
+            if (
+                known is None
+                or self.refusal(peer)
+                or (_rank(facts) > _rank(known[1]) and not self._objection(peer, facts))
+            ):
                 known = raw, facts
         self._remember(peer, known)
         return self.refusal(peer)

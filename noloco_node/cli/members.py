@@ -31,7 +31,7 @@ from noloco_node.swarm.admissions import load_owner_key
 from noloco_node.swarm.run_distribution import RunFileText
 
 DAY_S = 86400
-MOST_DAYS = 36500.0
+LEAST_DAYS, MOST_DAYS = 0.01, 36500.0  # with less an invite has expired before anybody could use it
 TRY = (
     "the same command again with --invite and the line of a bootstrap peer that runs; or start one with the"
     " run file beside which this list lies"
@@ -65,7 +65,7 @@ class MemberOptions:
         ),
     ] = None
     days: Annotated[
-        float, typer.Option(metavar="X", min=0.0, max=MOST_DAYS, help="Days that the invite or the ban lasts.")
+        float, typer.Option(metavar="X", min=LEAST_DAYS, max=MOST_DAYS, help="Days that the invite or the ban lasts.")
     ] = 30.0
     note: Annotated[str, typer.Option(help="The person it is for; only your list keeps it.", show_default=False)] = ""
     may_sign: Annotated[
@@ -112,12 +112,16 @@ def _invite(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKey,
     """Sign a ticket for a peer, or a single-use invite for the first peer that shows it; return the invite."""
     if base is None:
         raise _usage("An invite needs addresses.", "--invite with the line that `noloco-node bootstrap` printed")
-    until = int(time.time() + options.days * DAY_S)
+    now_s, members = time.time(), owner_files.load_members(options.run)
+    until = int(now_s + options.days * DAY_S)
     rights = MEMBER | (Right.SIGN if options.may_sign else Right(0))
     if options.who is not None:
         subject = key_of(options.who)
         if subject is None:
             raise _usage(f"{options.who!r} is no peer id.", "what `noloco-node join` says first: we are 12D3KooW…")
+        if (out_s := members.revoked.get(subject.hex(), 0)) > now_s:
+            why = "whatever it shows is refused until then, an invite of today as well"
+            raise _usage(f"{options.who} is shut out until {_day(out_s)}.", "an invite after that", why)
         kind, credential = "ticket", InviteCredential((grant(key, recipe.digest, rights, until, subject),))
     elif recipe.run.admission.rule == "listed" or options.may_sign:
         raise _usage(
@@ -129,7 +133,6 @@ def _invite(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKey,
         subject = holder.public_key().public_bytes_raw()
         link = grant(key, recipe.digest, rights | Right.ONCE, until, subject)
         kind, credential = "single-use invite", InviteCredential((link,), holder.private_bytes_raw())
-    members = owner_files.load_members(options.run)
     issued = owner_files.IssuedEntry(
         key=subject.hex(), kind=kind, until=until, note=options.note, may_sign=options.may_sign
     )
@@ -158,7 +161,8 @@ def _subject(who: str | None, members: owner_files.MemberList) -> str:
     key = key_of(who)
     if key is not None:
         return key.hex()
-    found = {each.key for each in members.issued if each.key.startswith(who) and len(who) >= 6}
+    listed = (*(each.key for each in members.issued), *members.revoked)
+    found = {each for each in listed if each.startswith(who) and len(who) >= 6}
     if len(found) != 1:
         why = "it is no peer id, and not the first six or more digits of one key"
         what = f"{'More than one key' if found else 'No key'} in the list begins with {who!r}."

@@ -22,6 +22,9 @@ from multiaddr.exceptions import Error as MultiaddrError
 from noloco_node.errors import Exit, UserError, config_error
 
 _FAMILIES = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
+_HOSTS = ("ip4", "ip6", "dns", "dns4", "dns6")
+_TRANSPORTS = (("tcp",), ("tcp", "ws"), ("udp", "quic-v1"))
+_QUIC_ALONE = "over UDP the daemon speaks QUIC alone: end it in /quic-v1"
 RELAYS_KEY = "relays"  # of the records, after the run's id; each is a MessagePack list of addresses that end in /p2p/ID
 RELAY_PLACES = 4  # addresses of one relay
 _MOST_RELAYS = 16
@@ -62,7 +65,7 @@ def parse_peer_address(text: str) -> PeerAddress:
         raise ValueError(f"{text!r} does not end in /p2p/ and a peer id")
     if len(parts) == 1:
         raise ValueError(f"{text!r} names a peer but no place to dial, such as /ip4/192.0.2.1/tcp/4001 before /p2p")
-    return PeerAddress(_join(parts[:-1]), parts[-1][1])
+    return PeerAddress(str(Multiaddr(text)).rpartition("/p2p/")[0], parts[-1][1])
 
 
 def relay_record(places: Sequence[str]) -> bytes:
@@ -91,9 +94,15 @@ def checked_relays(addresses: Iterable[str]) -> tuple[str, ...]:
         except ValueError:
             continue
         # A comma would smuggle a second address into the daemon's command line.
-        if "," not in text and "p2p-circuit" not in text and (address.peer in found or len(found) < _MOST_RELAYS):
+        if "," not in text and _is_dialled(address) and (address.peer in found or len(found) < _MOST_RELAYS):
             found.setdefault(address.peer, []).append(str(address))
     return tuple(place for places in found.values() for place in dict.fromkeys(places[:RELAY_PLACES]))
+
+
+def _is_dialled(address: PeerAddress) -> bool:
+    """Say whether the daemon can read an address: it does not start with one of a kind that it does not know."""
+    host, *transport = (kind for kind, _ in _parse(address.transport))
+    return host in _HOSTS and tuple(transport) in _TRANSPORTS
 
 
 def place_text(raw: bytes) -> str:
@@ -115,24 +124,28 @@ def check_listen(addresses: Sequence[str]) -> None:
         if len(parts) < 2 or kinds[0] not in _FAMILIES or kinds[1] not in ("tcp", "udp"):
             raise _not_an_address(text, "an address to listen on starts with /ip4/ or /ip6/, then /tcp/ and a port")
         if kinds[1] == "udp" and "quic-v1" not in kinds:
-            raise _not_an_address(text, "over UDP the daemon speaks QUIC alone: end it in /quic-v1")
+            raise _not_an_address(text, _QUIC_ALONE)
         host, port = parts[0][1], parts[1][1]
         if host is not None and port not in (None, "0"):
             _try_port(text, kinds, host, int(port or 0))
 
 
 def check_announce(addresses: Sequence[str]) -> None:
+    """Check that others may dial `addresses`; `UserError` (CONFIG) when one is wrong."""
     for text in addresses:
         try:
             parts = _parse(text)
         except ValueError as error:
-            raise _not_an_address(text, str(error)) from None
-        ports = [value for kind, value in parts if kind in ("tcp", "udp")]
-        if not ports or "0" in ports:
-            raise _not_an_address(text, "an announced address needs the port that others can reach")
+            raise _not_dialled(text, str(error)) from None
+        kinds = [kind for kind, _ in parts]
+        if len(parts) < 2 or kinds[0] not in _HOSTS or kinds[1] not in ("tcp", "udp") or parts[1][1] == "0":
+            raise _not_dialled(text, "an announced address needs the port that others can reach")
+        if kinds[1] == "udp" and "quic-v1" not in kinds:
+            raise _not_dialled(text, _QUIC_ALONE)
+        if "p2p" in kinds:
+            raise _not_dialled(text, "it names a peer; the id of this one is added where it is told")
         if parts[0][1] in EVERY_INTERFACE:
-            hint = "announce the address that others dial, or leave --announce out"
-            raise _not_usable(text, "it stands for every interface of a machine, and nobody can dial it", hint)
+            raise _not_dialled(text, "it stands for every interface of a machine, and nobody can dial it")
 
 
 def port_of(text: str) -> int:
@@ -183,12 +196,12 @@ def _parse(text: str) -> list[tuple[str, str | None]]:
         raise ValueError(str(error)) from None
 
 
-def _join(parts: Sequence[tuple[str, str | None]]) -> str:
-    return "".join(f"/{kind}" if value is None else f"/{kind}/{value}" for kind, value in parts)
-
-
 def _not_an_address(text: str, why: str) -> UserError:
     return _not_usable(text, why, "write it like /ip4/0.0.0.0/tcp/4001 (port 0 to listen lets the system choose)")
+
+
+def _not_dialled(text: str, why: str) -> UserError:
+    return _not_usable(text, why, "announce what others dial, like /ip4/203.0.113.7/tcp/4001; or leave --announce out")
 
 
 def _not_usable(text: str, why: str, hint: str) -> UserError:

@@ -49,8 +49,8 @@ from noloco_node.tasks import loop_s
 _ANSWER_S = 5.0  # a node of the DHT has so long to answer one question
 _MOST_PLACES = 4096
 _CLOSE_S = 2.0
-CHECKS_AT_ONCE, CHECK_REFILL_S = 512, 0.1
-"""Signatures that one caller may have us check: of a tenth of a millisecond each, so it takes a thousandth of a core.
+LOOKS_AT_ONCE, LOOK_REFILL_S = 512, 0.1
+"""Records that one caller may have us look at. A signature takes a tenth of a millisecond: a thousandth of a core.
 
 A node that meets a new neighbour hands all its records of some places over at once. Those beyond the bound are refused:
 their peers publish them again soon.
@@ -67,7 +67,7 @@ class DhtRecords:
         self._node: DhtNode | None = None
         self._places: dict[bytes, Holders] = {}
         self._salt = os.urandom(16)
-        self._checks = Quota(CHECKS_AT_ONCE, CHECK_REFILL_S)
+        self._looks = Quota(LOOKS_AT_ONCE, LOOK_REFILL_S)
         self._expiry: dict[tuple[str, str], float] = {}
         self.unpublished = 0  # records that the DHT did not take
 
@@ -82,7 +82,7 @@ class DhtRecords:
         self, parts: HivemindParts, client: DaemonClient, bootstrap: Sequence[PeerAddress], wait_s: float
     ) -> bool:
         """Become a node of the DHT; say whether a peer that we join by answers."""
-        signatures = Signatures(self._accepts, self._may_check)
+        signatures = Signatures(self._accepts, self._may_look)
         rules = CallRules(self._secret.code, self._settings.admission)
         node = await self._control.bounded(DhtNode.create(parts, client, signatures, rules, _ANSWER_S), wait_s)
         node.replace_store(BoundedStorage(node.storage).store)
@@ -103,10 +103,10 @@ class DhtRecords:
         is_relays = place == place_of(self._secret.key(RELAYS_KEY))
         return admission is None or is_relays or admission.accepts(peer, content)
 
-    def _may_check(self) -> bool:
-        """Say whether the peer that we answer may have a signature checked; what we ask for is bounded by `chosen`."""
+    def _may_look(self) -> bool:
+        """Say whether the peer that we answer may have us look at a record; what we ask for is bounded by `chosen`."""
         caller = CALLER.get()
-        return not caller or self._checks.take(caller, loop_s())
+        return not caller or self._looks.take(caller, loop_s())
 
     async def greet(self, peer_id: PeerId) -> None:
         await self._control.bounded(self._joined().ping(peer_id), self._wait_s)

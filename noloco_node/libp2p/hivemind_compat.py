@@ -26,7 +26,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -36,7 +36,7 @@ from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.ticket import Right
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.node_search import MOST_NAMED, NodeSearch
-from noloco_node.libp2p.short_answers import Version, names, restored, shortened
+from noloco_node.libp2p.short_answers import MOST_VERSIONS, Version, names, record_count, restored, shortened
 
 _LOADING = threading.Lock()  # a program may start two peers, each in a thread of its own
 _MOST_GHOSTS = 64
@@ -123,18 +123,41 @@ class HivemindParts(NamedTuple):
     def peer_text(self, peer: bytes) -> str:
         return str(self.PeerID(peer).to_base58())
 
-    def connect(self, control_path: str) -> Coroutine[Any, Any, DaemonClient]:
-        call: Coroutine[Any, Any, DaemonClient] = self.P2P.replicate(self.Multiaddr(f"/unix{control_path}"))
-        return call
+    async def connect(self, control_path: str) -> DaemonClient:
+        client: DaemonClient = await self.P2P.replicate(self.Multiaddr(f"/unix{control_path}"))
+        mend_calls(client)
+        return client
+
+
+def mend_calls(client: DaemonClient) -> None:
+    """Have hivemind's P2P forget calls that are over, its own and those that it answers.
+
+    An answer to a call that has just been given up would end the task that reads all answers, and a task that answers a
+    caller that gives up would be kept for ever.
+    """
+    control: Any = client._client.control  # type: ignore[attr-defined]
+    control._pending_calls, control._handler_tasks = _CallsUnderWay(), _CallsUnderWay()
+
+
+class _CallsUnderWay(dict[Any, "asyncio.Future[Any]"]):
+    """Calls by their ids; those that are over are none."""
+
+    def __setitem__(self, call_id: Any, call: asyncio.Future[Any]) -> None:
+        super().__setitem__(call_id, call)
+        call.add_done_callback(lambda _: self.pop(call_id, None))
+
+    def __contains__(self, call_id: object) -> bool:
+        return super().__contains__(call_id) and not self[call_id].done()
 
 
 async def disconnect(client: DaemonClient) -> None:
-    """Shut hivemind's P2P down, without a complaint of asyncio's about its reader."""
+    """Shut hivemind's P2P down, without a complaint of asyncio's about its reader and its writer."""
     await client.shutdown()
-    # It fails with a daemon that is killed, and nobody would ask it why.
-    reader: asyncio.Task[None] | None = client._client.control._read_task  # type: ignore[attr-defined]
-    if reader is not None and reader.done() and not reader.cancelled():
-        reader.exception()
+    # They fail with a daemon that is killed, and nobody would ask them why.
+    control: Any = client._client.control  # type: ignore[attr-defined]
+    for task in (control._read_task, control._write_task):
+        if task.done() and not task.cancelled():
+            task.exception()
 
 
 class CallRules(NamedTuple):
@@ -445,6 +468,10 @@ class _Authorizer:
             return False
         if _is_find(request) and len(request.keys) > 1:
             return False  # we ask for one key at a time, and an answer costs the holder as much work for each
+        if type(request).__name__ == "StoreRequest" and not _has_few_records(request):
+            return False
+        if type(request).__name__ == "PingRequest":
+            request.ClearField("validate")  # we never ask for it, and hivemind would call each asker back
         if self._admission is None:
             return True
         shown = request.auth.client_access_token
@@ -481,6 +508,8 @@ class _Authorizer:
         """Restore a short answer. hivemind takes an error, or what is not good, for a missing answer."""
         if not self._is_member(response.auth.service_access_token.signature):
             return False
+        if _is_find(request) and len(response.results) != len(request.keys):
+            return False  # each result would be decompressed, to a thousand times its bytes
         for result in response.results if _is_find(request) else ():
             del result.nearest_peer_ids[MOST_NAMED:], result.nearest_node_ids[:]
             result.nearest_node_ids.extend(_node_of(self._rules, peer) for peer in result.nearest_peer_ids)
@@ -508,6 +537,15 @@ def _is_find(request: Any) -> bool:
     return type(request).__name__ == "FindRequest"
 
 
+def _has_few_records(request: Any) -> bool:
+    """Say whether a request for storage has so few records as one answer, before hivemind decodes any of them."""
+    values = zip(request.subkeys, request.values, strict=False)  # a dictionary has no subkey
+    try:
+        return sum(1 if subkey else record_count(value) for subkey, value in values) <= MOST_VERSIONS
+    except (ValueError, RecursionError):  # msgspec's own are such
+        return False
+
+
 def forget_ghosts(entries: Any) -> None:
     """Shorten the heap of a timed storage of hivemind's, which grows with everything that is stored once more."""
     heap = getattr(entries, "expiration_heap", None)
@@ -522,19 +560,20 @@ def ignore_orphaned_waits(loop: asyncio.AbstractEventLoop) -> None:
     A search starts such a task at each hop and forgets it; when the search is cut off, as all are when the daemon dies,
     the garbage collector finds them pending, and asyncio would print a line for each on the person's screen.
     """
-    before = loop.get_exception_handler()
+    before: Any = loop.get_exception_handler()
+    if getattr(before, "func", None) is not _complain:  # a node opens its network again after each outage
+        loop.set_exception_handler(functools.partial(_complain, before))
 
-    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        task = context.get("task")
-        orphan = isinstance(task, asyncio.Task) and getattr(task.get_coro(), "__qualname__", "") == "Event.wait"
-        if orphan and "was destroyed" in context.get("message", ""):
-            return
-        if before is not None:
-            before(loop, context)
-        else:
-            loop.default_exception_handler(context)
 
-    loop.set_exception_handler(handle)
+def _complain(before: Callable[..., object] | None, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    task = context.get("task")
+    orphan = isinstance(task, asyncio.Task) and getattr(task.get_coro(), "__qualname__", "") == "Event.wait"
+    if orphan and "was destroyed" in context.get("message", ""):
+        return
+    if before is not None:
+        before(loop, context)
+    else:
+        loop.default_exception_handler(context)
 
 
 def load_hivemind() -> HivemindParts:

@@ -41,7 +41,7 @@ MOST_SUBKEYS = 2048
 MOST_KEYS_OF_ONE = 128  # a peer has one record for each stage that it lately served, and a few besides
 _KEY_BYTES = 2 * 1024 * 1024  # of all records under one key: an answer that is twice as large cannot be sent
 _ALL_BYTES = 128 * 1024 * 1024  # of all records kept for others, with what Python adds to each
-_ENTRY_BYTES = 512
+_ENTRY_BYTES = 1024
 _SLACK = 1.5  # beyond the bounds, for what is kept already and grows
 
 
@@ -65,24 +65,17 @@ def place_of(key: str) -> bytes:
     return hashlib.sha1(msgspec.msgpack.encode(key)).digest()
 
 
-def content_of(
-    place: bytes, peer: str, expiry: float, value: bytes, may_check: Callable[[], bool] = lambda: True
-) -> bytes | None:
-    """Return the content of a record if its peer has signed it for this place and expiry, else None.
-
-    `may_check`: asked before a signature is checked of which no verdict is known.
-    """
-    return value[SIGNATURE_BYTES:] if _is_signed(place, peer, expiry, value, may_check) else None
+def content_of(place: bytes, peer: str, expiry: float, value: bytes) -> bytes | None:
+    """Return the content of a record if its peer has signed it for this place and expiry, else None."""
+    return value[SIGNATURE_BYTES:] if _is_signed(place, peer, expiry, value) else None
 
 
-def _is_signed(place: bytes, peer: str, expiry: float, value: bytes, may_check: Callable[[], bool]) -> bool:
+def _is_signed(place: bytes, peer: str, expiry: float, value: bytes) -> bool:
     # Lengths first: no other place, peer and value, which strangers choose, may make the same bytes.
     told = f"{len(peer)} {len(place)} {peer}".encode(errors="surrogatepass") + _signable(place, expiry, value)
     digest = hashlib.blake2b(told, key=_SECRET, digest_size=16).digest()
     verdict = _known.pop(digest, None)
     if verdict is None:
-        if not may_check():
-            return False
         verdict = _verifies(place, peer, expiry, value)
         while len(_known) >= VERDICTS:
             _known.popitem(last=False)
@@ -107,21 +100,21 @@ def _verifies(place: bytes, peer: str, expiry: float, value: bytes) -> bool:
 class Signatures:
     """Decides for hivemind which records are stored here, and which are believed when others return them.
 
-    `accepts`: of those of our form and signed, by place, peer and content. `may_check`: as in `content_of`.
+    `accepts`: of those of our form and signed, by place, peer and content. `may_look`: asked before each record.
     """
 
     def __init__(
         self,
         accepts: Callable[[bytes, str, bytes], bool] = lambda *_: True,
-        may_check: Callable[[], bool] = lambda: True,
+        may_look: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._accepts, self._may_check = accepts, may_check
+        self._accepts, self._may_look = accepts, may_look
 
     def validate(self, record: Any) -> bool:
-        if not has_our_form(record):
+        if not self._may_look() or not has_our_form(record):
             return False
         peer, value = map(msgspec.msgpack.decode, (record.subkey, record.value))
-        content = content_of(record.key, peer, record.expiration_time, value, self._may_check)
+        content = content_of(record.key, peer, record.expiration_time, value)
         return content is not None and self._accepts(record.key, peer, content)
 
     def sign_value(self, record: Any) -> bytes:
@@ -210,6 +203,7 @@ class BoundedStorage:
     def __init__(self, storage: LocalStorage) -> None:
         self._storage, self._store = storage, storage.store_subkey
         self._sizes: dict[Any, int] = {}  # by key, in bytes
+        self._keys: Any = type(storage)()  # by peer, the keys under which it has a record here
 
     def store(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
         """Store a record if there is room for it; says whether it was stored, as hivemind's `store_subkey` does."""
@@ -222,17 +216,15 @@ class BoundedStorage:
             count = len(kept) + (before is None)
             if not self._has_room(key, size, count, 1.0 if before is None else _SLACK):
                 return False
-            if before is None and self._keys_of(subkey) >= MOST_KEYS_OF_ONE:
+            if before is None and len(getattr(self._keys.get(subkey), "value", ())) >= MOST_KEYS_OF_ONE:
                 return False
             self._sizes[key] = size + count * _ENTRY_BYTES
-        stored = bool(self._store(key, subkey, value, expiration_time))
-        forget_ghosts(self._storage)
-        forget_ghosts(kept)
-        return stored
-
-    def _keys_of(self, subkey: Any) -> int:
-        """Return under how many keys one peer has records here; asked once for each new record."""
-        return sum(subkey in getattr(self._storage.get(key), "value", ()) for key in self._sizes)
+        if not self._store(key, subkey, value, expiration_time):
+            return False
+        self._keys.store_subkey(subkey, key, b"", expiration_time)
+        for entries in (self._storage, kept, self._keys, self._keys.get(subkey).value):
+            forget_ghosts(entries)
+        return True
 
     def _has_room(self, key: Any, size: int, count: int, slack: float) -> bool:
         sizes = self._sizes

@@ -53,6 +53,11 @@ def shortened(packed: bytes, nonce: bytes, named: bytes) -> bytes:
     return zlib.compress(answer, level=6 if len(answer) <= MOST_COMPRESSED else 0)
 
 
+def record_count(packed: bytes) -> int:
+    """Return how many records a packed dictionary has; raise an error where it is none, or has too many."""
+    return len(_unpacked(packed)[-1])
+
+
 def restored(answer: bytes, versions: Mapping[str, Version]) -> bytes:
     """Return the records of an answer, packed as by hivemind, to a request that named these versions.
 

@@ -112,6 +112,7 @@ async def fetch(network: PeerNetwork, peers: Sequence[str], digest: str, allowed
         except ConnectionError as error:
             answers.append(str(error) if peer in str(error) else f"{peer}: {error}")
             continue
+        ahead_s = time.time() - reply.unix_time  # before files are hashed that the run names, which may take minutes
         try:
             recipe = RunFileText(reply.text, f"the run file from {peer}", allowed)
         except UserError as trouble:  # that peer's text, or a directory that is not here: the next may do better
@@ -119,7 +120,7 @@ async def fetch(network: PeerNetwork, peers: Sequence[str], digest: str, allowed
             continue
         if recipe.digest == digest:
             try:
-                check_clock(time.time() - reply.unix_time, peer)
+                check_clock(ahead_s, peer)
             except UserError as trouble:  # it may be that peer's clock: one that agrees with ours is enough
                 wrong_clock = wrong_clock or trouble
                 continue

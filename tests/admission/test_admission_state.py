@@ -276,3 +276,24 @@ async def test_who_is_given_what_was_refused_is_not_admitted() -> None:
             await held.another("we are revoked")
         assert caught.value.code is Exit.NOT_ADMITTED
         assert held.raw == member(1), "a ticket that looks may still be good elsewhere"
+
+
+@given(st.lists(st.tuples(st.sampled_from(["owner", "delegate", "invite"]), st.integers(-3, 3)), max_size=6))
+def test_a_peer_that_has_shown_a_good_ticket_stays_in_whatever_old_ones_its_records_carry(
+    shown: list[tuple[str, int]],
+) -> None:
+    """The owner has revoked the delegate, key 2, and peer 3 holds the single-use invite, key 4."""
+    state, peer, subject = state_at(), PEERS[0], public(1)
+    state.take_revocations(list_of(1, 2))
+    invite = grant(key(0), RUN, MEMBER | Right.ONCE, NOW_S + 9, public(4))
+    state.show(PEERS[2], encode((invite, grant(key(4), RUN, MEMBER, NOW_S + 9, public(3)))))
+    good = False
+    for signer, life_s in shown:
+        until, signs = NOW_S + life_s, MEMBER | Right.SIGN
+        chain = {
+            "owner": (grant(key(0), RUN, MEMBER, until, subject),),
+            "delegate": (grant(key(0), RUN, signs, until, public(2)), grant(key(2), RUN, signs, until, subject)),
+            "invite": (invite, grant(key(4), RUN, MEMBER, until, subject)),
+        }[signer]
+        good |= signer == "owner" and life_s > 0
+        assert (state.show(peer, encode(chain)) == "") == good

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.owner_files import (
+    IssuedEntry,
     MemberList,
     alone_with_members,
     key_file,
@@ -126,7 +128,8 @@ def test_a_peer_that_no_entry_names_is_out_for_as_long_as_it_may_have_a_ticket(
 
 def test_the_list_says_what_has_expired(tmp_path: Path) -> None:
     owner = Owner(tmp_path, "listed")
-    owner.invited(PEER, "--days", "0")
+    entry = IssuedEntry(key=public(1).hex(), kind="ticket", until=int(time.time()))
+    save_members(owner.run, MemberList(issued=(entry,)))
     owner.invited(OTHER, "--days", "9")
     first, second = owner.members("list").splitlines()
     assert "expired" in first
@@ -218,12 +221,29 @@ def test_nothing_is_written_where_the_invite_cannot_be_used(tmp_path: Path, acti
     assert not members_file(owner.run).exists()
 
 
-def test_no_day_is_too_far_away_for_a_list(tmp_path: Path) -> None:
+def test_no_day_is_too_near_or_too_far_away_for_a_list(tmp_path: Path) -> None:
     owner = Owner(tmp_path, "open")
     assert "shut out until" in owner.members("ban", PEER, "--days", "36500")
-    for days in ("36501", "1e300", "inf"):
+    for days in ("0", "0.001", "-1", "36501", "1e300", "inf", "nan"):
         assert "Invalid value for '--days'" in owner.members("ban", OTHER, "--days", days)
     assert load_members(owner.run).number == 1
+
+
+def test_a_peer_that_is_shut_out_is_invited_when_that_is_over(tmp_path: Path) -> None:
+    """It is named by what the list shows of it, though nobody invited it."""
+    owner = Owner(tmp_path, "open")
+    owner.members("ban", PEER)
+    until = load_members(owner.run).revoked
+    owner.members("ban", owner.members("list")[:12], "--days", "60")
+    assert load_members(owner.run).revoked.keys() == until.keys()
+    assert load_members(owner.run).revoked[public(1).hex()] > until[public(1).hex()]
+    with pytest.raises(UserError, match="is shut out until") as caught:
+        owner.invited(PEER)
+    assert caught.value.code is Exit.USAGE
+    assert not load_members(owner.run).issued
+    owner.invited(OTHER)
+    save_members(owner.run, MemberList(revoked={public(1).hex(): int(time.time())}))
+    owner.invited(PEER)
 
 
 @pytest.mark.parametrize("content", [b"{", b'{"number": "one"}', b"\xff"])
@@ -321,7 +341,7 @@ def test_a_bootstrap_peer_outlives_a_list_that_it_cannot_read_and_takes_the_next
     owner = Owner(tmp_path, "listed")
     hosted = HostedAdmissions(owner.recipe, owner.run, tmp_path / "identity.key", None)
     owner.members("revoke", PEER)
-    path, said = members_file(owner.run), list[str]()
+    path, said, threads = members_file(owner.run), list[str](), set[threading.Thread]()
     whole = path.with_suffix(".whole")
     path.rename(whole)
     if damage == "directory":
@@ -336,11 +356,17 @@ def test_a_bootstrap_peer_outlives_a_list_that_it_cannot_read_and_takes_the_next
     async def main() -> None:
         loop, looks, read = asyncio.get_running_loop(), asyncio.Queue[None](), hosted._read_list
 
-        def told_of() -> None:
+        def told_of() -> bytes:
             loop.call_soon_threadsafe(looks.put_nowait, None)
-            read()
+            return read()
 
+        def take(raw: bytes) -> bool:
+            threads.add(threading.current_thread())
+            return takes(raw)
+
+        takes = hosted._state.take_revocations
         monkeypatch.setattr(hosted, "_read_list", told_of)
+        monkeypatch.setattr(hosted._state, "take_revocations", take)
         watching = asyncio.create_task(hosted.watch())
         for _ in range(3):
             await looks.get()
@@ -355,6 +381,7 @@ def test_a_bootstrap_peer_outlives_a_list_that_it_cannot_read_and_takes_the_next
     assert str(path) in said[0]
     assert hosted.state is not None
     assert hosted.state.revocations is not None
+    assert threads == {threading.main_thread()}, "where the lists of others are taken"
 
 
 def test_a_list_that_is_no_file_lets_nobody_in(tmp_path: Path) -> None:

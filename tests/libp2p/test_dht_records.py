@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,14 +96,21 @@ def test_what_is_remembered_of_signatures_is_bounded(two: tuple[Identity, Identi
     assert content_of(PLACE, one.name, 7.0, value) == b"kept"
 
 
-def test_a_record_that_may_not_be_checked_takes_no_verdict_s_place(two: tuple[Identity, Identity]) -> None:
+def test_a_record_that_may_not_be_looked_at_counts_as_none_however_well_it_is_known(
+    two: tuple[Identity, Identity],
+) -> None:
+    """One record a thousand times in a request for storage costs as much as a thousand records."""
     one, _ = two
-    value = one.signer.signed(PLACE, 7.5, b"kept")
-    assert content_of(PLACE, one.name, 7.5, value, lambda: False) is None, "no verdict is known"
-    assert content_of(PLACE, one.name, 7.5, value) == b"kept"
-    for number in range(record_checks.VERDICTS):
-        assert content_of(PLACE, one.name, number + 8.5, value, lambda: False) is None
-    assert content_of(PLACE, one.name, 7.5, value, lambda: False) == b"kept", "nothing has driven it out"
+    expiry = time.time() + RECORD_S
+    value = msgspec.msgpack.encode(one.signer.signed(PLACE, expiry, b"kept"))
+    record = SimpleNamespace(key=PLACE, subkey=msgspec.msgpack.encode(one.name), value=value, expiration_time=expiry)
+    assert Signatures().validate(record)
+    verdicts = len(record_checks._known)
+    left = [True] * 3
+    signatures = Signatures(may_look=lambda: bool(left) and left.pop())
+    assert [signatures.validate(record) for _ in range(6)] == [True] * 3 + [False] * 3
+    assert not Signatures(may_look=lambda: False).validate(SimpleNamespace(**vars(record) | {"key": b"another"}))
+    assert len(record_checks._known) == verdicts, "nothing has driven a verdict out"
 
 
 @given(st.text(max_size=80))
@@ -221,6 +229,35 @@ def test_nobody_drives_a_record_out_or_ends_its_life(monkeypatch: pytest.MonkeyP
     assert len(kept.expiration_heap) < 100
 
 
+def test_a_record_costs_no_more_where_there_are_more_keys() -> None:
+    dht_id, storage = hivemind_storage()
+    soon, looks, get = time.time() + RECORD_S, list[object](), storage.get
+
+    def counted(key: object) -> Any:
+        looks.append(key)
+        return get(key)
+
+    storage.get = counted
+    store = BoundedStorage(storage).store
+    for number in range(3 * MOST_KEYS_OF_ONE):
+        looks.clear()
+        assert store(dht_id(number), "one", b"x", soon) == (number < MOST_KEYS_OF_ONE)
+        assert len(looks) <= 2
+
+
+def test_a_peer_has_room_again_for_each_record_that_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+    dht_id, storage = hivemind_storage()
+    begin_s, timed = time.time(), sys.modules["hivemind.utils.timed_storage"]
+    store = BoundedStorage(storage).store
+    taken = [store(dht_id(number), "one", b"x", begin_s + 100.0 + number) for number in range(MOST_KEYS_OF_ONE)]
+    assert all(taken)
+    assert store(dht_id(0), "one", b"next", begin_s + 1000.0)
+    for number in range(1, 20):
+        monkeypatch.setattr(timed, "get_dht_time", lambda at=begin_s + 100.5 + number: at)
+        assert store(dht_id(1000 + number), "one", b"x", begin_s + 2000.0)
+        assert not store(dht_id(2000 + number), "one", b"x", begin_s + 2000.0)
+
+
 def test_all_that_is_kept_together_is_bounded() -> None:
     dht_id, storage = hivemind_storage()
     soon = time.time() + RECORD_S
@@ -267,8 +304,8 @@ def test_one_caller_has_a_bounded_number_of_signatures_checked(monkeypatch: pyte
     from hivemind.dht.storage import DictionaryDHTValue
 
     most, asked = 20, []
-    monkeypatch.setattr(dht_records, "CHECKS_AT_ONCE", most)
-    monkeypatch.setattr(dht_records, "CHECK_REFILL_S", 3600.0)
+    monkeypatch.setattr(dht_records, "LOOKS_AT_ONCE", most)
+    monkeypatch.setattr(dht_records, "LOOK_REFILL_S", 3600.0)
     verifies = record_checks._verifies
 
     def counted(place: bytes, peer: str, expiry: float, value: bytes) -> bool:

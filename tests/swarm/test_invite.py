@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.addresses import PeerAddress, check_announce, check_listen, parse_peer_address
 from noloco_node.network.wire import WIRE_VERSION
-from noloco_node.swarm import invite
 from noloco_node.storage.home import HomePaths
+from noloco_node.swarm import invite
 from noloco_node.swarm.invite import SCHEME, KeptInvite, from_where
 
 DIGEST = "0123456789abcdef" * 4
@@ -118,6 +118,8 @@ def test_an_invite_says_from_where_it_can_be_used() -> None:
 def test_an_address_is_split_into_place_and_peer() -> None:
     assert parse_peer_address(ADDRESSES[0]) == PeerAddress("/ip4/192.0.2.1/tcp/4001", ED25519)
     assert parse_peer_address(ADDRESSES[4]).transport == f"/ip4/192.0.2.1/tcp/4001/p2p/{RSA}/p2p-circuit"
+    beside = f"/ip6zone/eth0/ip6/fe80::1/tcp/4001/p2p/{RSA}"
+    assert str(parse_peer_address(beside)) == beside
 
 
 @pytest.mark.parametrize(
@@ -171,11 +173,16 @@ def test_a_home_knows_others_of_the_same_run(tmp_path: Path) -> None:
     assert invite.kept_addresses(parsed, tmp_path) == []
 
 
-def test_addresses_to_announce_need_a_port() -> None:
-    check_announce(["/ip4/192.0.2.1/tcp/4001", "/dns4/example.org/tcp/443"])
-    for text in ("/ip4/192.0.2.1/tcp/0", "/ip4/192.0.2.1", "", "nonsense"):
-        with pytest.raises(UserError):
+def test_an_announced_address_is_one_that_others_can_dial() -> None:
+    """The invite carries it, and nobody finds a peer by a wrong one."""
+    check_announce(["/ip4/192.0.2.1/tcp/4001", "/dns4/example.org/tcp/443", "/ip6/2001:db8::1/udp/4001/quic-v1"])
+    without_port = ("/ip4/192.0.2.1/tcp/0", "/ip4/192.0.2.1", "", "nonsense", "/dns4/example.org/udp/0/quic-v1")
+    nowhere = ("/tcp/4001", "/p2p-circuit/tcp/1", "/ip4/192.0.2.1/udp/4001", ADDRESSES[0], "192.0.2.1:4001")
+    for text in (*without_port, *nowhere):
+        with pytest.raises(UserError) as trouble:
             check_announce([text])
+        assert trouble.value.code is Exit.CONFIG
+        check_announce([trouble.value.hint.partition("like ")[2].partition(";")[0]])
 
 
 def test_every_interface_is_no_address_to_announce() -> None:

@@ -12,9 +12,11 @@ from memory_swarms import recipe
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import Conversation
+from noloco_node.run.config import RunConfig
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
+from noloco_node.swarm import run_distribution
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import (
     HISTORY_SCHEMA,
@@ -95,6 +97,19 @@ def test_a_clock_that_is_off_is_said(off_s: float, word: str) -> None:
     check_clock(JOINING_CLOCK_ERROR_S - 1, "somebody")
     # One whose clock agrees with ours is enough: anybody may say anything of its own.
     assert fetched({"right": serve, "other": OURS.serve}, ["right", "other", "nobody"]).text == OURS.text
+
+
+def test_files_that_take_long_to_hash_are_no_error_of_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1e9
+
+    def hashes(_: RunConfig) -> dict[str, str]:
+        nonlocal now_s
+        now_s += JOINING_CLOCK_ERROR_S + 1
+        return {}
+
+    monkeypatch.setattr(time, "time", lambda: now_s)
+    monkeypatch.setattr(run_distribution, "content_hashes", hashes)
+    assert fetched({"right": OURS.serve}, ["right"]).text == OURS.text
 
 
 def roster(*progress: float, round: int = 1) -> Roster:
