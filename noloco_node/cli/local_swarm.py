@@ -33,13 +33,12 @@ def demo(
     web: WebOption = None,
 ) -> None:
     """Train a small model with a whole swarm on this machine, and take the model home."""
-    import psutil
-
     from noloco_node.demo.run import SLOWDOWN, DemoConfig, demonstrate, fitting_replicas
+    from noloco_node.machine.memory import machine_free_bytes
 
     config = DemoConfig(
         stages=stages,
-        replicas=replicas or fitting_replicas(stages, psutil.virtual_memory().available),
+        replicas=replicas or fitting_replicas(stages, machine_free_bytes()),
         minutes=minutes,
         home=home,
         seed=seed,

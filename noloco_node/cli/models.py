@@ -133,7 +133,8 @@ def evaluate(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Text to evaluate on: a file, directory or glob, json:PATH, parquet:PATH, hub:OWNER/NAME@COMMIT.",
+            help="Text to evaluate on: a file, directory or glob, json:PATH, parquet:PATH, hub:OWNER/NAME@COMMIT. Of a "
+            "run with a mixture also A+B, a place for each of its sources.",
             show_default="the run's held-out split",
         ),
     ] = None,

@@ -303,7 +303,8 @@ class MixedBlocks(BlockSource):
             if len(row):
                 rows.append(row[0])
                 self._dealt[number] += 1
-                self.document = self._sources[number].document
+                # Each source has names of its own.
+                self.document = f"{self._sources[number].document} of source {number + 1}"
         return torch.stack(rows) if rows else torch.empty(0, 0, dtype=torch.int64)
 
     def position(self) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from pathlib import Path
 from statistics import mean
 
 import msgspec
-import psutil
 from rich.console import Console
 
 from noloco_node import __version__
@@ -33,6 +32,7 @@ from noloco_node.demo.summary import ModelScores, Outage, lines, summarise
 from noloco_node.errors import Exit, UserError, usage_error
 from noloco_node.journal.events import Event
 from noloco_node.journal.reader import Tail
+from noloco_node.machine.memory import machine_free_bytes
 from noloco_node.observe.journal_observer import JournalObserver
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.screen import LiveView
@@ -250,7 +250,7 @@ class _Demo:
             self._say(f"peer {demo.killed_peer} will be killed on the way, and comes back")
         if demo.slow_peer is not None:
             self._say(f"replica {demo.slow_peer} acts as one {demo.slowdown:g} times slower than the others")
-        needed, there = demo.bytes, psutil.virtual_memory().available
+        needed, there = demo.bytes, machine_free_bytes()
         if needed > there:
             self._say(
                 f"this needs about {format_bytes(needed)} of memory, and {format_bytes(there)} are free here: "
@@ -338,8 +338,7 @@ class _Demo:
             observer.note(peer.history, "was killed by this demo, without warning; the others go on", now)
         else:
             peer.child = self._join(peer.history, peer.home / "second-life")
-            observer.note(peer.history, "is started again: it copies the weights of another replica", now)
-            peer.history.start_life()
+            observer.note_restart(peer.history, "is started again: it copies the weights of another replica", now)
 
     async def _evaluate(self) -> ModelScores:
         self._say("the training is over: gathering the weights, merging the replicas, evaluating")

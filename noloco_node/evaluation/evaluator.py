@@ -54,7 +54,7 @@ AT_THE_END = -1  # stands for the number of the last evaluation where its peer i
 EVALUATORS = 4
 """Peers that make an evaluation, on average, where no peer knows all sources; with none of them it is left out."""
 LONGEST_END_S = 300.0
-"""The peer that evaluates at the end waits and computes for so long at most. No other peer waits for it."""
+"""The peer that evaluates at the end waits and computes for so long at most. In a pipeline later stages wait for it."""
 LOOK_S = 1.0
 TRIES = 3  # of a microbatch, each by another route as far as there is one
 MOST_LOSS = 1000.0
@@ -319,7 +319,7 @@ class Evaluator:
             is_best = best is None or loss < best
             if is_best:
                 await context.host.keep(await context.evaluated(loss))
-        except (OSError, MemoryError) as error:
+        except (OSError, MemoryError, RuntimeError) as error:  # weights come from the device, which may be lost by now
             self._tell(f"the weights of the best evaluation are not kept: {_said(error)}")
         return is_best
 

@@ -26,7 +26,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -43,6 +43,7 @@ _MOST_GHOSTS = 64
 _MOST_REFUSED = 1024
 _SILENT_S = 15.0  # a peer that did not answer is left out for so long
 _PLACE_BYTES = 20  # of a place in the DHT, and of the id of a node
+_PEER_BYTES = 64  # of the id of a peer, at most
 _BUCKET = 8
 """Neighbours in a bucket of the routing table, and in an answer. hivemind's 20 make each answer 0.6 kB longer."""
 
@@ -123,18 +124,41 @@ class HivemindParts(NamedTuple):
     def peer_text(self, peer: bytes) -> str:
         return str(self.PeerID(peer).to_base58())
 
-    def connect(self, control_path: str) -> Coroutine[Any, Any, DaemonClient]:
-        call: Coroutine[Any, Any, DaemonClient] = self.P2P.replicate(self.Multiaddr(f"/unix{control_path}"))
-        return call
+    async def connect(self, control_path: str) -> DaemonClient:
+        client: DaemonClient = await self.P2P.replicate(self.Multiaddr(f"/unix{control_path}"))
+        mend_calls(client)
+        return client
+
+
+def mend_calls(client: DaemonClient) -> None:
+    """Have hivemind's P2P forget calls that are over, its own and those that it answers.
+
+    An answer to a call that has just been given up would end the task that reads all answers, and a task that answers a
+    caller that gives up would be kept for ever.
+    """
+    control: Any = client._client.control  # type: ignore[attr-defined]
+    control._pending_calls, control._handler_tasks = _CallsUnderWay(), _CallsUnderWay()
+
+
+class _CallsUnderWay(dict[Any, "asyncio.Future[Any]"]):
+    """Calls by their ids; those that are over are none."""
+
+    def __setitem__(self, call_id: Any, call: asyncio.Future[Any]) -> None:
+        super().__setitem__(call_id, call)
+        call.add_done_callback(lambda _: self.pop(call_id, None))
+
+    def __contains__(self, call_id: object) -> bool:
+        return super().__contains__(call_id) and not self[call_id].done()
 
 
 async def disconnect(client: DaemonClient) -> None:
-    """Shut hivemind's P2P down, without a complaint of asyncio's about its reader."""
+    """Shut hivemind's P2P down, without a complaint of asyncio's about its reader and its writer."""
     await client.shutdown()
-    # It fails with a daemon that is killed, and nobody would ask it why.
-    reader: asyncio.Task[None] | None = client._client.control._read_task  # type: ignore[attr-defined]
-    if reader is not None and reader.done() and not reader.cancelled():
-        reader.exception()
+    # They fail with a daemon that is killed, and nobody would ask them why.
+    control: Any = client._client.control  # type: ignore[attr-defined]
+    for task in (control._read_task, control._write_task):
+        if task.done() and not task.cancelled():
+            task.exception()
 
 
 class CallRules(NamedTuple):
@@ -441,12 +465,14 @@ class _Authorizer:
             request.auth.client_access_token.public_key = _SHOW
 
     async def validate_request(self, request: Any) -> bool:
-        if not hmac.compare_digest(request.auth.signature, self._code_of(request)):
+        if not (_has_node_id(request) and hmac.compare_digest(request.auth.signature, self._code_of(request))):
             return False
         if _is_find(request) and len(request.keys) > 1:
             return False  # we ask for one key at a time, and an answer costs the holder as much work for each
         if type(request).__name__ == "StoreRequest" and not _has_few_records(request):
             return False
+        if type(request).__name__ == "PingRequest":
+            request.ClearField("validate")  # we never ask for it, and hivemind would call each asker back
         if self._admission is None:
             return True
         shown = request.auth.client_access_token
@@ -481,12 +507,14 @@ class _Authorizer:
 
     async def validate_response(self, response: Any, request: Any) -> bool:
         """Restore a short answer. hivemind takes an error, or what is not good, for a missing answer."""
-        if not self._is_member(response.auth.service_access_token.signature):
+        if not (_has_node_id(response) and self._is_member(response.auth.service_access_token.signature)):
             return False
         if _is_find(request) and len(response.results) != len(request.keys):
             return False  # each result would be decompressed, to a thousand times its bytes
         for result in response.results if _is_find(request) else ():
             del result.nearest_peer_ids[MOST_NAMED:], result.nearest_node_ids[:]
+            if any(len(peer) > _PEER_BYTES for peer in result.nearest_peer_ids):
+                return False  # hivemind writes each in base 58: minutes for 100 kB
             result.nearest_node_ids.extend(_node_of(self._rules, peer) for peer in result.nearest_peer_ids)
             if result.value:
                 result.value = restored(result.value, _KNOWN.get() or {})
@@ -506,6 +534,11 @@ class _Authorizer:
         bare.ClearField("auth")
         name = type(request).__name__.encode()
         return self._rules.code("dht", name, request.auth.nonce, bare.SerializeToString(deterministic=True))
+
+
+def _has_node_id(message: Any) -> bool:
+    """Say whether the id of a node that a message says, if any, is one; else hivemind raises AssertionError."""
+    return len(message.peer.node_id) in (0, _PLACE_BYTES)
 
 
 def _is_find(request: Any) -> bool:
@@ -535,19 +568,20 @@ def ignore_orphaned_waits(loop: asyncio.AbstractEventLoop) -> None:
     A search starts such a task at each hop and forgets it; when the search is cut off, as all are when the daemon dies,
     the garbage collector finds them pending, and asyncio would print a line for each on the person's screen.
     """
-    before = loop.get_exception_handler()
+    before: Any = loop.get_exception_handler()
+    if getattr(before, "func", None) is not _complain:  # a node opens its network again after each outage
+        loop.set_exception_handler(functools.partial(_complain, before))
 
-    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        task = context.get("task")
-        orphan = isinstance(task, asyncio.Task) and getattr(task.get_coro(), "__qualname__", "") == "Event.wait"
-        if orphan and "was destroyed" in context.get("message", ""):
-            return
-        if before is not None:
-            before(loop, context)
-        else:
-            loop.default_exception_handler(context)
 
-    loop.set_exception_handler(handle)
+def _complain(before: Callable[..., object] | None, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    task = context.get("task")
+    orphan = isinstance(task, asyncio.Task) and getattr(task.get_coro(), "__qualname__", "") == "Event.wait"
+    if orphan and "was destroyed" in context.get("message", ""):
+        return
+    if before is not None:
+        before(loop, context)
+    else:
+        loop.default_exception_handler(context)
 
 
 def load_hivemind() -> HivemindParts:

@@ -35,7 +35,7 @@ from noloco_node.libp2p.hivemind_compat import daemon_trouble
 from noloco_node.libp2p.settings import NetworkSettings, Reachability, ensure_identity, peer_bytes
 from noloco_node.network.calls import patient
 from noloco_node.network.interface import Conversation
-from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema
+from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema, Violation
 
 TOPIC = "reach"
 _GREETING = b"/multistream/"
@@ -121,6 +121,8 @@ class DialBackService:
     async def answer(self, conversation: Conversation) -> None:
         async with patient(conversation, ASK_S):
             question = await conversation.receive()
+            if not isinstance(question, DialMe):
+                raise Violation("a caller about reachability asks to be dialled")
             ports = tuple(port for port in question.ports[:_MOST_PORTS] if port)
             home = host_of(conversation.origin) if ports else None
             relays, place = await asyncio.gather(self._known(), self._dial(home, ports))
@@ -130,10 +132,20 @@ class DialBackService:
         if home is None:
             return ""
         kind, host = home
-        async with self._turns:
-            reached = await asyncio.gather(*(_greets(host, port) for port in ports))
+        reached = await asyncio.gather(*(self._greets(host, port) for port in ports))
         found = [port for port, good in zip(ports, reached, strict=True) if good]
         return f"/{kind}/{host}/tcp/{found[0]}" if found else ""
+
+    async def _greets(self, host: str, port: int) -> bool:
+        try:
+            async with self._turns, asyncio.timeout(_DIAL_S):
+                reader, writer = await asyncio.open_connection(host, port)
+                try:
+                    return _GREETING in await reader.readexactly(_GREETING_BYTES)
+                finally:
+                    writer.close()
+        except (OSError, TimeoutError, EOFError):
+            return False
 
     async def _known(self) -> tuple[str, ...]:
         try:
@@ -141,18 +153,6 @@ class DialBackService:
                 return tuple(await self._relays())
         except TimeoutError:
             return ()
-
-
-async def _greets(host: str, port: int) -> bool:
-    try:
-        async with asyncio.timeout(_DIAL_S):
-            reader, writer = await asyncio.open_connection(host, port)
-            try:
-                return _GREETING in await reader.readexactly(_GREETING_BYTES)
-            finally:
-                writer.close()
-    except (OSError, TimeoutError, EOFError):
-        return False
 
 
 class PreflightGoal(NamedTuple):

@@ -155,15 +155,11 @@ async def _keep(pool: RelayPool, config: daemon.DaemonConfig, ready: asyncio.Fut
                 if not ready.done():
                     ready.set_result(found)
                 why = await control.daemon.wait()
-        except (UserError, ConnectionError) as error:
-            if not ready.done():
-                ready.set_exception(error if isinstance(error, UserError) else daemon_trouble(str(error)))
+        except Exception as error:
+            if not ready.done():  # or its reader would wait for ever
+                ready.set_exception(daemon_trouble(str(error)) if isinstance(error, ConnectionError) else error)
                 raise
             why = _in_one_line(error)
-        except Exception as error:
-            if not ready.done():
-                ready.set_exception(error)  # or its reader would wait for ever
-            raise
         deaths.append(loop.time())
         wait_s = daemon.restart_pause_s(deaths, loop.time())
         pool.tell(f"the relay on port {port_of(config.listen[0])} died ({why}); starting it again")
@@ -187,7 +183,7 @@ async def _grants_enough(pool: RelayPool, config: daemon.DaemonConfig, peer: str
     return True
 
 
-def _in_one_line(error: ConnectionError | UserError) -> str:
+def _in_one_line(error: Exception) -> str:
     """Say what went wrong, without advice for those who wanted something else, such as to join."""
     return " ".join((error.why if isinstance(error, UserError) else str(error)).split())
 

@@ -38,7 +38,9 @@ from noloco_node.network.wire import Buffer
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 2
+MOST_IDLE_FRAMES = 256  # that say nothing, beyond twice as many as the beats since the stream began
 _CHUNK_BYTES = 1 << 20
+_FLUSH_S = 30.0  # a peer that takes nothing has so long to take the last bytes of a stream that is over
 
 
 class SendState(Enum):
@@ -87,7 +89,8 @@ class FrameProtocol:
         self._inbox: deque[tuple[Any, int]] = deque()  # messages that nobody has received, and the bytes of each
         self._incoming_bytes = 0  # bytes of the message under way
         self._output = b""
-        self._sent_s = self._taken_s = self._ended_s = self._listening_s = now_s
+        self._begun_s = self._sent_s = self._taken_s = self._ended_s = self._listening_s = now_s
+        self._idle_frames = 0
         self._unsent_bytes = 0
 
     # Receiving.
@@ -110,9 +113,7 @@ class FrameProtocol:
         try:
             frame = self._decoder.got(count)
         except Violation as violation:
-            if self.send_state is _BETWEEN_FRAMES:
-                self._output += wire.error(str(violation))
-            return self.break_off(violation)
+            return self._refuse(violation)
         if frame is None:
             if self._decoder.in_message:
                 self._incoming_bytes += count
@@ -121,7 +122,7 @@ class FrameProtocol:
         if frame.kind is _MESSAGE:
             if self.send_state is _ENDED:
                 self._drop_incoming()
-                return None
+                return self._count_idle(now_s)
             self._inbox.append((frame.content, self._incoming_bytes + count))
             self.held_bytes += count
             self._incoming_bytes = 0
@@ -133,7 +134,7 @@ class FrameProtocol:
         if frame.kind is _ERROR:
             sentence = "".join(letter if letter.isprintable() else " " for letter in frame.content)
             return self.break_off(ConnectionResetError(f"{self.peer} ended with an error: {sentence}"))
-        return None
+        return self._count_idle(now_s)
 
     def next_message(self, now_s: float) -> Any:
         """Return the message that has waited longest; there must be one. A stream that was full listens again."""
@@ -236,6 +237,18 @@ class FrameProtocol:
 
     # Inside.
 
+    def _count_idle(self, now_s: float) -> StreamClosed | None:
+        """Count a frame that says nothing: it costs us a step of the event loop, and its sender 13 bytes."""
+        self._idle_frames += 1
+        if self._idle_frames <= MOST_IDLE_FRAMES + 2 * (now_s - self._begun_s) / self._timeouts.beat_s:
+            return None
+        return self._refuse(Violation(f"{self._idle_frames} frames that say nothing came too fast"))
+
+    def _refuse(self, violation: Violation) -> StreamClosed | None:
+        if self.send_state is _BETWEEN_FRAMES:
+            self._output += wire.error(str(violation))
+        return self.break_off(violation)
+
     def _raise_closed(self) -> NoReturn:
         error = None if self.closed is None else self.closed.error
         if error is not None:
@@ -310,6 +323,11 @@ class Stream(asyncio.BufferedProtocol):
     @property
     def is_quiet(self) -> bool:
         return self._protocol.is_quiet
+
+    @property
+    def violation(self) -> Violation | None:
+        closed = self._protocol.closed
+        return closed.error if closed is not None and isinstance(closed.error, Violation) else None
 
     def limit(self, up: Pace | None, down: Pace | None) -> None:
         self._up, self._down = up, down
@@ -450,6 +468,8 @@ class Stream(asyncio.BufferedProtocol):
             # A polite end gets through, and a violator is told why, as far as that is possible without waiting.
             if event.error is None or isinstance(event.error, Violation):
                 self._transport.close()
+                if self._transport.get_write_buffer_size():
+                    asyncio.get_running_loop().call_later(_FLUSH_S, self._transport.abort)
             else:
                 self._transport.abort()
             self._lost(self, event.error)

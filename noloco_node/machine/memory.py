@@ -28,8 +28,8 @@ allocator's blocks, the workspaces of libraries, what other programs take meanwh
 _CONTEXT_BYTES = 600e6  # that CUDA takes of each GPU for itself, about: its context, and the kernels that it has loaded
 ARENAS = 2
 M_ARENA_MAX = -8  # by glibc's malloc.h, which numbers its parameters downwards
-CONTAINER = Path("/sys/fs/cgroup")
-"""Where a container of this time (cgroup 2) finds its limit; an older one says nothing here."""
+CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+"""Where the system says what containers, services and jobs may take (cgroup 2), and which of them we are in."""
 
 
 def usable_bytes(free: float) -> float:
@@ -78,8 +78,8 @@ def free_bytes(device: torch.device) -> int:
 
 def machine_free_bytes() -> int:
     """Return the free bytes of main memory: what can still be taken without swapping."""
-    free, within = int(psutil.virtual_memory().available), within_limit(CONTAINER)
-    return free if within is None else min(free, within)
+    left = [within_limit(each) for each in own_groups()]
+    return min([int(psutil.virtual_memory().available), *(each for each in left if each is not None)])
 
 
 def share_arenas() -> None:
@@ -116,8 +116,18 @@ def _call_glibc(function: str, *arguments: int) -> None:
         getattr(ctypes.CDLL(None), function)(*arguments)
 
 
+def own_groups() -> list[Path]:
+    """Return the directories of the control groups that this process is in, the outermost first; each has a limit."""
+    try:
+        lines = OWN_CGROUP.read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [name for line in lines if line.startswith("0::/") for name in line.split("/")[1:]]
+    return [CGROUPS.joinpath(*names[:depth]) for depth in range(len(names) + 1)]
+
+
 def within_limit(directory: Path) -> int | None:
-    """Return what a container may still take; None without a limit. Cached files count as free."""
+    """Return what a control group may still take; None without a limit. Cached files count as free."""
     try:
         limit, used = ((directory / name).read_text().strip() for name in ("memory.max", "memory.current"))
     except OSError:

@@ -74,7 +74,12 @@ class HookedNetwork:
             with ExitStack() as answering:
                 for hook in self._hooks:
                     conversation = answering.enter_context(hook.answering(conversation, topic))
-                await handler(conversation)
+                try:
+                    await handler(conversation)
+                except asyncio.CancelledError:
+                    if (violation := conversation.violation) is not None:
+                        raise violation from None  # for the hooks: the handler was stopped before it learnt of it
+                    raise
 
         await self._network.serve(topic, schema, answer)
 
@@ -128,6 +133,10 @@ class HookedConversation:
     @property
     def is_quiet(self) -> bool:
         return self._conversation.is_quiet
+
+    @property
+    def violation(self) -> Violation | None:
+        return self._conversation.violation
 
     def limit(self, up: Pace | None, down: Pace | None) -> None:
         self._conversation.limit(up, down)

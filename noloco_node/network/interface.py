@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
-from noloco_node.network.schema import Schema
+from noloco_node.network.schema import Schema, Violation
 
 
 class ConversationEnded(ConnectionResetError):
@@ -46,6 +46,10 @@ class Conversation(Protocol):
     @property
     def is_quiet(self) -> bool:
         """Whether both ends are open, as far as is known here, and all that has come was received."""
+
+    @property
+    def violation(self) -> Violation | None:
+        """What the other has sent that no peer may send, if that broke the conversation."""
 
     def limit(self, up: Pace | None, down: Pace | None) -> None:
         """Keep to these paces from now on; a message that came counts as not received until `down` has admitted it."""

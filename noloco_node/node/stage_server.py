@@ -111,8 +111,10 @@ def violations_journalled(record: Callable[[events.Event], None], topic: str, ha
     async def journalled(conversation: Conversation) -> None:
         try:
             await handler(conversation)
-        except Violation as violation:
-            record(events.PeerViolation(peer=conversation.peer, topic=topic, why=str(violation)))
+        except (Violation, asyncio.CancelledError) as error:
+            violation = error if isinstance(error, Violation) else conversation.violation
+            if violation is not None:
+                record(events.PeerViolation(peer=conversation.peer, topic=topic, why=str(violation)))
             raise
 
     return journalled

@@ -38,6 +38,12 @@ class JournalObserver:
         history.gone = text
         self.tell(history.name, text, at)
 
+    def note_restart(self, history: PeerHistory, text: str, at: float) -> None:
+        """Say that a peer has a new process: its journal does not before it has joined."""
+        history.start_life()
+        history.state, history.waiting = PeerState.JOINING, None
+        self.tell(history.name, text, at)
+
     def tell(self, name: str, text: str, at: float) -> None:
         """Add a change that is in no journal."""
         self._changes.append(views.Change(at=at, name=name, text=text))

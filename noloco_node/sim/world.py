@@ -2,7 +2,7 @@
 
 The run is over when every process has ended: by itself when the token budget is used up, or because the world asked it
 to once `duration_s` had passed, or once nobody had taken an inner step for `patience_s` and no fault was left that
-could change it. `Stuck` names peers that do not end within `GRACE_S` of that, and where they wait.
+could change it. `Stuck` names peers that do not end within `patience_s` of that, and where they wait.
 
 A fault does not happen where there is nothing for it to happen to (the crash of a peer that is gone), and watchers do
 not hear of it. A peer that is restarted while it still leaves comes back when it has left.
@@ -34,7 +34,6 @@ from noloco_node.sim.scenario.setup import SimSetup
 
 T = TypeVar("T")
 
-GRACE_S = 300.0
 LOOK_S = 1.0
 
 
@@ -145,7 +144,7 @@ class World:
         self._returning.clear()
         for name in list(self._at_work):
             self.peers[name].ask_to_leave()
-        limit_s = self.now_s + GRACE_S
+        limit_s = self.now_s + patience_s(self.setting)
         while self._at_work:
             if self.now_s >= limit_s:
                 raise Stuck("asked to leave, and still there:\n  " + "\n  ".join(self.waits()))

@@ -57,7 +57,7 @@ class HostedAdmissions:
         """A delegate's own access; None where the owner's key is here."""
         if self._admission.owner_key is not None:
             self._state.pin(self._admission.owner_key, self._admission.rule)
-            self._read_list()
+            self._take_revocations(self._read_list())
 
     @property
     def state(self) -> AdmissionState | None:
@@ -115,7 +115,7 @@ class HostedAdmissions:
                 await asyncio.sleep(WATCH_S)
                 if self._admission.owner is not None:
                     try:
-                        await asyncio.to_thread(self._read_list)
+                        self._take_revocations(await asyncio.to_thread(self._read_list))
                         told = ""
                     except UserError as error:
                         line = f"{error.what} {error.why}; what was read before still holds"
@@ -123,17 +123,23 @@ class HostedAdmissions:
                             warn(line)
                         told = line
 
-    def _read_list(self) -> None:
+    def _read_list(self) -> bytes:
+        """Note whom the owner's list names, where it has changed; return its revocations, empty where it has not."""
         changed_at = members_changed_at(self._run_file)
-        if changed_at != self._read_at:
-            members = load_members(self._run_file)
-            self._read_at = changed_at
-            issued = [entry for entry in members.issued if entry.kind == "ticket"]
-            issued.sort(key=attrgetter("until"))
-            self._named = {entry.key: entry.until for entry in issued}
-            self._signs = {entry.key: entry.until for entry in issued if entry.may_sign}
-            if members.signed and self._state.take_revocations(members.signed):
-                say(f"the owner's list number {members.number} holds: {len(members.revoked)} shut out")
+        if changed_at == self._read_at:
+            return b""
+        members = load_members(self._run_file)
+        self._read_at = changed_at
+        issued = [entry for entry in members.issued if entry.kind == "ticket"]
+        issued.sort(key=attrgetter("until"))
+        self._named = {entry.key: entry.until for entry in issued}
+        self._signs = {entry.key: entry.until for entry in issued if entry.may_sign}
+        return members.signed
+
+    def _take_revocations(self, signed: bytes) -> None:
+        """Take them in the thread of the loop, which takes others' lists: an older one must not follow a newer one."""
+        if self._state.take_revocations(signed) and (found := self._state.revocations) is not None:
+            say(f"the owner's list number {found.number} holds: {len(found.revoked)} shut out")
 
     async def _as_delegate(self, network: PeerNetwork) -> tuple[PeerNetwork, Sign | None]:
         """Enter by the ticket of our invite, as a node does; `UserError` where the invite brings none."""

@@ -273,7 +273,7 @@ class Membership:
         for stage in shards:
             answers = [read[shard.key(self._stage_key(stage))] for shard in shards[stage]]
             known = [answer for answer in answers if answer is not None]
-            found[stage] = newest(known, stage) if known else None
+            found[stage] = newest(known) if known else None
         # Of a parent those alone that stand in no deeper shard: others there are the same for all readers.
         own = {s: [each for each in shards[s] if each.depth == self._divisions[s].depth] for s in shards}
         # The peers under a key that could not be read, or under its parent's, grow no older.

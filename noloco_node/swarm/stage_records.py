@@ -204,21 +204,30 @@ def encode_record(published: Published) -> bytes:
     return msgspec.msgpack.encode(fields if published.depth else fields[:-1])
 
 
-def newest(readings: Sequence[Mapping[str, bytes]], stage: int) -> Mapping[str, bytes]:
-    """Return the records of several keys of a stage, of each peer the one with the highest serial number."""
+class _Head(msgspec.Struct, array_like=True):
+    """The first field of a record, for which not all of it is decoded."""
+
+    serial: Count
+
+
+def newest(readings: Sequence[Mapping[str, bytes]]) -> Mapping[str, bytes]:
+    """Return the records of several keys of a stage, of each peer the one with the highest serial number.
+
+    An old version may stand under another key for minutes: all readers compare it with the new one at each reading.
+    """
     if len(readings) == 1:
         return readings[0]
-
-    def serial(raw: bytes) -> int:
-        published = decode_record(raw, peer, stage)
-        return -1 if published is None else published.serial
-
     found: dict[str, bytes] = {}
     for records in readings:
         for peer, raw in records.items():
             if found.setdefault(peer, raw) != raw:
-                found[peer] = max(found[peer], raw, key=serial)
+                found[peer] = max(found[peer], raw, key=_serial)
     return found
+
+
+def _serial(raw: bytes) -> int:
+    head = decoded(raw, _Head, RECORD_BYTES)
+    return -1 if head is None else head.serial
 
 
 def decode_record(raw: bytes, peer: str, stage: int) -> Published | None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from noloco_node.data import blocks
 from noloco_node.data.blocks import BlockSource, open_blocks, run_blocks
+from noloco_node.data.held_out_text import validation_text
 from noloco_node.data.row_preview import preview
 from noloco_node.errors import Exit, UserError
 from noloco_node.run.config import DataConfig, MixedSource
@@ -110,6 +111,14 @@ def test_what_is_held_out_ends_with_the_last_source(places: list[str]) -> None:
     assert {block.numpy().tobytes() for block in together} == {
         block.numpy().tobytes() for blocks in alone for block in blocks
     }
+
+
+def test_documents_of_two_sources_are_two_whatever_their_names(places: list[str]) -> None:
+    """Rows of the hub are named by their number alone, and the margin of a loss is that over documents."""
+    data = mixed([places[0], places[0]], 1.0, 1.0, held_out=20.0)
+    together = validation_text(data, LENGTH, 0, None)
+    (alone, _) = (validation_text(each, LENGTH, 0, None) for each in data.sources)
+    assert len(set(together.documents)) == 2 * len(set(alone.documents))
 
 
 @settings(max_examples=20)

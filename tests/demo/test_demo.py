@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -21,9 +22,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 from sample_events import history, inner, started
+from typer.testing import CliRunner
 
 from gossip.interface import OuterStepTaken, RoundSkipped
 from noloco_node.charts import spread
+from noloco_node.cli import local_swarm
+from noloco_node.cli.main import app
+from noloco_node.demo import run
 from noloco_node.demo.child_processes import Child, Children, KillPolicy, bound_sockets, tied_command
 from noloco_node.demo.loss_plot import picture
 from noloco_node.demo.run import SLOWDOWN, DemoConfig, claim_output_dir, demonstrate, fitting_replicas, mark
@@ -31,6 +36,7 @@ from noloco_node.demo.summary import ModelScores, Outage, busy, lines, summarise
 from noloco_node.demo.swarm_processes import EFFICIENCY, PROMPT, affordable_steps, evaluation
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
+from noloco_node.machine import memory
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
@@ -205,6 +211,19 @@ def test_the_peer_of_the_outage_is_never_the_only_one_of_its_stage() -> None:
 
 def test_replicas_are_as_many_as_memory_allows() -> None:
     assert [fitting_replicas(2, gib * 2**30) for gib in (1, 3, 4, 64)] == [2, 2, 3, 3]
+
+
+@pytest.mark.parametrize(("allowed", "replicas"), [(None, 3), (2 * 2**30, 2)])
+def test_a_container_shows_as_many_as_it_may_hold(
+    allowed: int | None, replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[DemoConfig] = []
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * 2**30))
+    monkeypatch.setattr(memory, "within_limit", lambda _: allowed)
+    monkeypatch.setattr(run, "demonstrate", lambda config, _page: shown.append(config))
+    monkeypatch.setattr(local_swarm, "run", lambda *_, **__: None)
+    assert CliRunner().invoke(app, ["demo"]).exit_code == 0
+    assert [config.replicas for config in shown] == [replicas]
 
 
 @given(st.lists(st.floats(0, 1), max_size=12))

@@ -295,7 +295,9 @@ async def test_logits_that_are_not_finite_end_a_sample_and_not_the_training() ->
     assert event.samples == (events.TextSample(prompt="abc", text=""),)
 
 
-@pytest.mark.parametrize("trouble", [MemoryError("none left"), PermissionError("no")])
+@pytest.mark.parametrize(
+    "trouble", [MemoryError("none left"), PermissionError("no"), RuntimeError("cannot allocate memory")]
+)
 async def test_an_evaluation_counts_whose_weights_cannot_be_kept(trouble: Exception) -> None:
     held = Held(sample())
     trial = Trial(held)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sample_messages import Ask, Bulk, schema_of
 
 from noloco_node.libp2p.settings import TimeoutSettings
-from noloco_node.libp2p.stream import MOST_WAITING, Event, FrameProtocol, SendState, StreamClosed
+from noloco_node.libp2p.stream import MOST_IDLE_FRAMES, MOST_WAITING, Event, FrameProtocol, SendState, StreamClosed
 from noloco_node.network import wire
 from noloco_node.network.schema import Violation
 
@@ -98,6 +98,45 @@ def test_whatever_comes_is_an_event_or_a_violation(frames: list[bytes], noise: b
         assert protocol.data_to_send() == wire.error(str(protocol.closed.error))
         with pytest.raises(Violation):
             protocol.check_receive()
+
+
+@given(st.floats(0.0, 1e4), st.booleans(), st.integers(0, 2))
+def test_frames_that_say_nothing_come_no_faster_than_beats_and_a_few_besides(
+    age_s: float, is_left: bool, step: int
+) -> None:
+    """Each takes a step of the loop: a peer could stop it with 13 bytes at a time."""
+    protocol = conversation()
+    if is_left:
+        protocol.leave(0.0)
+        protocol.data_to_send()
+    idle = (wire.beat(), framed(Ask(text="still there?")), wire.beat())[step] if is_left else wire.beat()
+    most = MOST_IDLE_FRAMES + int(2 * age_s / TIMEOUTS.beat_s)
+
+    def take(count: int) -> None:
+        for _ in range(count):
+            content = idle
+            while content and protocol.closed is None:
+                buffer = protocol.next_buffer()
+                size = min(len(buffer), len(content))
+                buffer[:size] = content[:size]
+                content = content[size:]
+                protocol.receive_bytes(size, age_s)
+
+    protocol._idle_frames = most - 3
+    take(3)
+    assert protocol.closed is None
+    take(1)
+    assert protocol.closed is not None
+    assert isinstance(protocol.closed.error, Violation)
+    assert bool(protocol.data_to_send()) != is_left
+
+
+@given(st.floats(0.0, 240.0), st.integers(1, 1000))
+def test_no_peer_that_beats_as_it_should_is_refused_for_it(held_up_s: float, count: int) -> None:
+    protocol = conversation(held_up_s)  # so long after the other side began
+    for number in range(count):
+        protocol.next_buffer()[:] = wire.beat()
+        assert protocol.receive_bytes(13, max(held_up_s, number * TIMEOUTS.beat_s)) is None
 
 
 def test_a_conversation_is_quiet_until_something_waits_or_either_side_ends() -> None:

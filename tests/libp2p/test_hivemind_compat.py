@@ -35,7 +35,9 @@ from noloco_node.libp2p.hivemind_compat import (
     _name_callers,
     disconnect,
     forget_ghosts,
+    ignore_orphaned_waits,
     load_hivemind,
+    mend_calls,
 )
 from noloco_node.libp2p.node_search import MOST_NAMED
 from noloco_node.libp2p.short_answers import MOST_VERSIONS, _packed
@@ -146,11 +148,12 @@ def test_records_are_kept_by_the_function_that_we_replace() -> None:
     assert "store_subkey" in inspect.getsource(inside("dht.storage:DHTLocalStorage.store"))
 
 
-def test_the_reader_of_the_daemon_is_where_we_look_for_it() -> None:
-    """P2P._client.control._read_task."""
+@pytest.mark.parametrize("attribute", ["_read_task", "_write_task", "_pending_calls", "_handler_tasks"])
+def test_the_tasks_of_a_client_are_where_we_look_for_them(attribute: str) -> None:
+    """P2P._client.control."""
     assert "_client" in attributes(inside("p2p.p2p_daemon:P2P.__init__"))
     assert "control" in inside("p2p.p2p_daemon_bindings.p2pclient:Client").__annotations__
-    assert "_read_task" in attributes(inside("p2p.p2p_daemon_bindings.control:ControlClient.__init__"))
+    assert attribute in attributes(inside("p2p.p2p_daemon_bindings.control:ControlClient.__init__"))
 
 
 def test_a_timed_storage_has_a_heap_that_can_be_shortened() -> None:
@@ -437,6 +440,45 @@ def test_a_request_asks_for_one_key_at_most(keys: int) -> None:
     assert asyncio.run(main()) == (keys <= 1)
 
 
+@pytest.mark.parametrize("kind", ["Ping", "Find", "Store"])
+@pytest.mark.parametrize("size", [0, 1, 19, 20, 21, 1000])
+def test_whoever_says_an_id_that_is_none_neither_asks_nor_answers(kind: str, size: int) -> None:
+    """hivemind raises AssertionError for it, after a ping beyond all that it catches: it would end the node."""
+    rules = CallRules(lambda *parts: hashlib.sha256(repr(parts).encode()).digest(), None)
+    info = inside("proto.dht_pb2:NodeInfo")(node_id=b"\xff" * size)
+    request, response = (inside(f"proto.dht_pb2:{kind}{which}")(peer=info) for which in ("Request", "Response"))
+
+    async def main() -> list[bool]:
+        await _Authorizer(rules).sign_request(request, None)
+        is_asked = await _Authorizer(rules).validate_request(request)
+        return [is_asked, await _Authorizer(rules).validate_response(response, request)]
+
+    assert asyncio.run(main()) == [size in (0, 20)] * 2
+
+
+@pytest.mark.parametrize("size", [34, 38, 64, 65, 100_000])
+def test_a_node_names_peers_by_ids_of_a_usual_length(size: int) -> None:
+    """hivemind writes each in base 58, which takes minutes for a long one."""
+    rules = CallRules(lambda *parts: hashlib.sha256(repr(parts).encode()).digest(), None)
+    request = inside("proto.dht_pb2:FindRequest")(keys=[b"k" * 20])
+    result = inside("proto.dht_pb2:FindResult")(nearest_peer_ids=[b"p" * 38, b"p" * size])
+    response = inside("proto.dht_pb2:FindResponse")(results=[result])
+    assert asyncio.run(_Authorizer(rules).validate_response(response, request)) == (size <= 64)
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_no_caller_has_us_call_it_back(wanted: bool) -> None:
+    rules = CallRules(lambda *parts: hashlib.sha256(repr(parts).encode()).digest(), None)
+    request = inside("proto.dht_pb2:PingRequest")(validate=wanted)
+
+    async def main() -> bool:
+        await _Authorizer(rules).sign_request(request, None)
+        return await _Authorizer(rules).validate_request(request)
+
+    assert asyncio.run(main())
+    assert not request.validate
+
+
 @pytest.mark.parametrize("results", [0, 1, 2, 100])
 def test_an_answer_has_one_result_for_a_key(results: int) -> None:
     """Each would be decompressed, to up to a thousand times its bytes."""
@@ -619,7 +661,7 @@ async def test_before_it_has_a_good_ticket_a_node_asks_nobody_in_a_run_with_an_o
     assert all(nodes.asked[peer] for peer in own), "those near our own place hear of us"
 
 
-async def test_a_reader_that_failed_is_asked_why() -> None:
+async def test_a_reader_and_a_writer_that_failed_are_asked_why() -> None:
     async def fail() -> None:
         raise OSError("the daemon was killed")
 
@@ -628,11 +670,87 @@ async def test_a_reader_that_failed_is_asked_why() -> None:
 
     complaints: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
-    reader = asyncio.ensure_future(fail())
-    await asyncio.wait([reader])
-    client: Any = SimpleNamespace(
-        shutdown=shutdown, _client=SimpleNamespace(control=SimpleNamespace(_read_task=reader))
-    )
+    tasks = [asyncio.ensure_future(fail()) for _ in range(2)]
+    await asyncio.wait(tasks)
+    control = SimpleNamespace(_read_task=tasks[0], _write_task=tasks[1])
+    client: Any = SimpleNamespace(shutdown=shutdown, _client=SimpleNamespace(control=control))
     await disconnect(client)
-    del reader, client
+    del tasks, control, client
     assert complaints == []
+
+
+async def test_complaints_are_heard_once_however_often_a_network_is_opened() -> None:
+    loop, complaints = asyncio.get_running_loop(), list[Any]()
+    loop.set_exception_handler(lambda _, context: complaints.append(context))
+    ignore_orphaned_waits(loop)
+    handler = loop.get_exception_handler()
+    ignore_orphaned_waits(loop)
+    assert loop.get_exception_handler() is handler
+    loop.call_exception_handler({"message": "something else"})
+    assert complaints == [{"message": "something else"}]
+
+
+class Line:
+    """hivemind's client of a daemon, and the daemon's end of the connection."""
+
+    def __init__(self) -> None:
+        self.control = inside("p2p.p2p_daemon_bindings.control:ControlClient")(None, _initialized_with_create=True)
+        client: Any = SimpleNamespace(_client=SimpleNamespace(control=self.control))
+        mend_calls(client)
+        self.words = asyncio.StreamReader()
+        self.reader = asyncio.ensure_future(self.control._read_from_persistent_conn(self.words))
+
+    def say(self, **told: Any) -> None:
+        content = inside("proto.p2pd_pb2:PersistentConnectionResponse")(**told).SerializeToString()
+        self.words.feed_data(bytes([len(content)]) + content)
+
+
+@pytest.mark.parametrize("steps", range(4))
+async def test_an_answer_to_a_call_that_is_given_up_in_this_moment_ends_no_others(steps: int) -> None:
+    """As after sleep mode, in which both the answer and the end of the wait for it came."""
+    line, answer = Line(), inside("proto.p2pd_pb2:CallUnaryResponse")(response=b"an answer")
+
+    async def ask() -> bytes:
+        asking = line.control.call_unary_handler(SimpleNamespace(to_bytes=lambda: b"peer"), "topic", b"a question")
+        return bytes(await asking)
+
+    async def question() -> Any:
+        return await line.control._pending_messages.get()
+
+    given_up = asyncio.ensure_future(ask())
+    asked = await question()
+    line.say(callId=asked.callId, callUnaryResponse=answer)
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    given_up.cancel()
+    await asyncio.wait([given_up])
+    other = asyncio.ensure_future(ask())
+    while (asked := await question()).HasField("cancel"):
+        pass
+    line.say(callId=asked.callId, callUnaryResponse=answer)
+    await asyncio.wait([other, line.reader], return_when=asyncio.FIRST_COMPLETED)
+    assert not line.reader.done()
+    assert other.result() == b"an answer"
+    assert not line.control._pending_calls
+    line.reader.cancel()
+
+
+@pytest.mark.parametrize("topic", ["topic", "another"])
+@pytest.mark.parametrize("steps", range(3))
+async def test_no_caller_that_gives_up_leaves_anything_behind(steps: int, topic: str) -> None:
+    line, call = Line(), b"0123456789abcdef"
+
+    async def hang(data: bytes, peer: Any) -> bytes:
+        await asyncio.Event().wait()
+        return data
+
+    line.control.unary_handlers["topic"] = hang
+    line.say(callId=call, requestHandling=inside("proto.p2pd_pb2:CallUnaryRequest")(peer=b"p", proto=topic, data=b""))
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    line.say(callId=call, cancel=inside("proto.p2pd_pb2:Cancel")())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not line.control._handler_tasks
+    assert not line.reader.done()
+    line.reader.cancel()

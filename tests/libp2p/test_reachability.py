@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -35,6 +38,8 @@ from noloco_node.libp2p.control import Control, PeerContext
 from noloco_node.libp2p.daemon import RELAY_DATA_BYTES, RELAY_TIME_S, DaemonConfig, arguments, relay_arguments
 from noloco_node.libp2p.reachability import (
     DialBackReply,
+    DialBackService,
+    DialMe,
     PreflightGoal,
     ReachVerdict,
     choose_daemon_config,
@@ -44,6 +49,8 @@ from noloco_node.libp2p.reachability import (
 )
 from noloco_node.libp2p.relays import Grant, RelayPool, grant_of, relay_configs
 from noloco_node.libp2p.settings import NetworkSettings, Reachability
+from noloco_node.network.interface import Conversation
+from noloco_node.network.schema import Violation
 from noloco_node.sim.clock import run
 
 PEERS = (
@@ -168,6 +175,51 @@ def test_whoever_keeps_to_a_budget_relays_for_nobody() -> None:
 )
 def test_nobody_is_dialled_back_over_a_relay(origin: str, host: tuple[str, str] | None) -> None:
     assert host_of(origin) == host
+
+
+class Caller:
+    """A caller at an address of its own, with one message; notes what it is answered."""
+
+    peer, origin = "caller", "/ip4/198.51.100.7/tcp/50000"
+
+    def __init__(self, message: object) -> None:
+        self.message, self.answers = message, list[DialBackReply]()
+
+    async def receive(self) -> object:
+        return self.message
+
+    async def send(self, answer: DialBackReply) -> None:
+        self.answers.append(answer)
+
+
+async def no_relays() -> tuple[str, ...]:
+    return ()
+
+
+async def test_many_callers_have_few_ports_dialled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way = most = 0
+
+    async def connect(host: str, port: int) -> None:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        try:
+            await asyncio.sleep(1.0)
+        finally:
+            under_way -= 1
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(asyncio, "open_connection", connect)
+    service, callers = DialBackService(no_relays), [Caller(DialMe(ports=(1, 2, 3))) for _ in range(20)]
+    await asyncio.gather(*(service.answer(cast(Conversation, caller)) for caller in callers))
+    assert most == 8
+    assert [caller.answers for caller in callers] == [[DialBackReply(place="", tried=True, relays=())]] * 20
+
+
+async def test_a_caller_that_answers_where_it_should_ask_violates_the_protocol() -> None:
+    reply = Caller(DialBackReply(place="", tried=False, relays=()))
+    with pytest.raises(Violation):
+        await DialBackService(no_relays).answer(cast(Conversation, reply))
 
 
 def test_once_one_has_answered_the_dead_do_not_hold_us_up() -> None:
@@ -354,6 +406,36 @@ def test_a_relay_that_cannot_be_asked_is_told_in_one_line_without_advice_for_new
     assert said
     assert all("\n" not in line and "bootstrap peer" not in line for line in said)
     assert all(line.count("no answer") == 2 for line in said)
+
+
+@pytest.mark.parametrize("trouble", [RuntimeError("a bug"), ConnectionResetError("gone"), OSError("no space")])
+async def test_a_relay_is_started_again_whatever_ends_it(monkeypatch: pytest.MonkeyPatch, trouble: Exception) -> None:
+    starts, told = 0, list[str]()
+
+    @asynccontextmanager
+    async def start(*_: object) -> AsyncIterator[tuple[Any, Any]]:
+        nonlocal starts
+        starts += 1
+        if starts == 2:
+            raise trouble
+        daemon = SimpleNamespace(wait=asyncio.Event().wait if starts > 2 else partial(asyncio.sleep, 1.0, "killed"))
+        yield SimpleNamespace(daemon=daemon), SimpleNamespace(peer_id=SimpleNamespace(to_base58=lambda: PEERS[1]))
+
+    async def ask(doors: Sequence[PeerAddress]) -> Grant:
+        return Grant(0, 0)
+
+    async def place(*_: object) -> tuple[str, ...]:
+        return (RELAY,)
+
+    monkeypatch.setattr(relays, "_addresses", place)
+    pool = RelayPool(cast(PeerContext, SimpleNamespace(start=start)), told.append, ask)
+    ready: asyncio.Future[tuple[str, ...]] = asyncio.get_running_loop().create_future()
+    keeping = asyncio.create_task(relays._keep(pool, POSTURE, ready))
+    assert await ready == (RELAY,)
+    await asyncio.wait([keeping], timeout=60.0)
+    keeping.cancel()
+    assert starts == 3
+    assert ["killed" in told[0], str(trouble) in told[1]] == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -14,11 +15,12 @@ from coroutine_tests import run_by
 from handlers import Work, echo, now
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import LAST_RESORT_S
 from sample_messages import Ask, Bulk, schema_of
 
 from noloco_node.libp2p.control import StreamOpening
 from noloco_node.libp2p.settings import Capacity, TimeoutSettings
-from noloco_node.libp2p.stream import Stream
+from noloco_node.libp2p.stream import ByteCounts, FrameProtocol, Stream
 from noloco_node.libp2p.switchboard import LivenessTable, ReceiveBudget, Switchboard
 from noloco_node.limits.budget import LEAST_RATE, full_bucket
 from noloco_node.limits.rate_limit import FairLimiter
@@ -510,6 +512,38 @@ def test_a_handler_that_waits_for_a_message_learns_that_it_was_a_violation() -> 
         assert "does not decode" in ended[0]
 
     scene(listen, play)
+
+
+@pytest.mark.parametrize("last", [b"\xff" * 13, wire.end()])
+def test_a_peer_that_takes_nothing_keeps_no_socket_of_a_stream_that_is_over(
+    monkeypatch: pytest.MonkeyPatch, last: bytes
+) -> None:
+    monkeypatch.setattr("noloco_node.libp2p.stream._FLUSH_S", 0.0)
+
+    async def main() -> None:
+        gone, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        class Noted(Stream):
+            def connection_lost(self, error: Exception | None) -> None:
+                gone.set()
+
+        ours, theirs = socket.socketpair()
+        with theirs:
+            transport, _ = await loop.create_connection(lambda: StreamOpening(lambda *_: None), sock=ours)
+            protocol = FrameProtocol("b", SCHEMA, PATIENCE.liveness(), PATIENCE, 0.0)
+            over = Noted(transport, protocol, ByteCounts(), lambda *_: None)
+            now_s = 0.0
+            while not transport.get_write_buffer_size():
+                now_s += PATIENCE.beat_s
+                over.tick(now_s, we_listened=False)
+            theirs.send(last)
+            with pytest.raises(ConnectionError):
+                await over.receive()
+            over.leave()
+            async with asyncio.timeout(LAST_RESORT_S):
+                await gone.wait()
+
+    asyncio.run(main())
 
 
 @run_by(scene, echo, gives=1, capacity=Capacity(conversations=4, per_peer=1))

@@ -6,10 +6,13 @@ import asyncio
 import ctypes
 import threading
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 
 from noloco_node.errors import Exit, UserError
@@ -309,6 +312,23 @@ def test_an_apple_processor_computes_on_its_gpu(monkeypatch: pytest.MonkeyPatch)
     assert choose_device("cpu") == torch.device("cpu")
     with pytest.raises(UserError, match="is not there"):
         choose_device("cuda")
+
+
+@given(st.integers(0, 2**50), st.lists(st.none() | st.integers(0, 2**50), min_size=1, max_size=4))
+def test_the_tightest_of_the_limits_around_a_process_counts(there: int, limits: list[int | None]) -> None:
+    """A service, or a job on a cluster, has its limit below that of the machine or of a container."""
+    with TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
+        root, names = Path(place), [f"group {depth}" for depth in range(1, len(limits))]
+        groups = [root.joinpath("cgroup", *names[:depth]) for depth in range(len(limits))]
+        for group, limit in zip(groups, limits, strict=True):
+            group.mkdir()
+            (group / "memory.max").write_text("max\n" if limit is None else f"{limit}\n")
+            (group / "memory.current").write_text("0\n")
+        (root / "self").write_text(f"4:memory:/of another time\n0::/{'/'.join(names)}\n")
+        patch.setattr(memory.psutil, "virtual_memory", lambda: type("Memory", (), {"available": there}))
+        patch.setattr(memory, "CGROUPS", groups[0])
+        patch.setattr(memory, "OWN_CGROUP", root / "self")
+        assert memory.machine_free_bytes() == min([there, *(each for each in limits if each is not None)])
 
 
 @pytest.mark.parametrize(("swappable", "free"), [(100, 17), (9, 11)])

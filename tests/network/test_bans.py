@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -36,7 +36,13 @@ class Word:
     word: str
 
 
+@dataclass(frozen=True)
+class Number:
+    number: Annotated[int, (0, 10)]
+
+
 SCHEMA = Schema({Word: MessageSpec("Word")})
+COUNTS = Schema({Number: MessageSpec("Number")})
 
 
 def test_one_that_goes_on_is_served_less_and_less() -> None:
@@ -236,3 +242,26 @@ async def test_a_violation_of_a_callee_counts_when_it_ends_the_conversation() ->
         except Violation:
             await asyncio.sleep(1.0)
     assert refused == 95
+
+
+@pytest.mark.parametrize("busy_s", [0.0, 0.5, 5.0, 3600.0])
+async def test_a_violation_counts_however_long_the_handler_is_busy_when_it_comes(busy_s: float) -> None:
+    hub, hook = SimNetwork(), BanHook()
+    victim = HookedNetwork(hub.network("victim"), hook)
+
+    async def work(conversation: Conversation) -> None:
+        await conversation.receive()
+        await asyncio.sleep(busy_s)
+        await conversation.receive()
+
+    await victim.serve("count", COUNTS, work)
+    liar = hub.network("liar")
+    for _ in range(round(MOST_VIOLATIONS)):
+        with suppress(ConnectionError):
+            async with liar.talk("victim", "count", COUNTS) as conversation:
+                await conversation.send(Number(number=1))
+                await conversation.send(Number(number=11))
+                await conversation.receive()
+        await asyncio.sleep(2.0)
+    assert hook.statistics()["bans.begun"] == 1
+    assert not hook._good_since_s

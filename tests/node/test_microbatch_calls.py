@@ -24,6 +24,7 @@ from noloco_node.network.schema import Violation
 from noloco_node.node import microbatches
 from noloco_node.node.microbatches import IDLE_S, MicrobatchClient, MicrobatchServer, SendTurns
 from noloco_node.node.node_context import NodeOptions
+from noloco_node.node.stage_server import violations_journalled
 from noloco_node.run.config import RunConfig
 from noloco_node.run.protocols import microbatch_schema
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
@@ -243,6 +244,25 @@ async def test_a_gradient_without_a_bound_is_a_violation_that_is_journalled_and_
         await client.call("b", replace(MICROBATCH, hidden=coded(CODEC.down)))
     assert isinstance(b.journal[0], events.PeerViolation)
     assert (b.journal[0].peer, b.journal[0].topic) == ("b", "microbatch")
+
+
+@pytest.mark.parametrize("busy_s", [0.0, 3600.0])
+async def test_a_violation_is_journalled_however_long_the_handler_is_busy_when_it_comes(busy_s: float) -> None:
+    b, journal = Callee(CODED), list[events.Event]()
+
+    async def work(conversation: Conversation) -> None:
+        await conversation.receive()
+        await asyncio.sleep(busy_s)
+        await conversation.receive()
+
+    await b._callee.serve("microbatch/1", b.schema, violations_journalled(journal.append, "microbatch", work))
+    async with b.called() as conversation:
+        await conversation.send(replace(MICROBATCH, hidden=coded(CODEC.down)))
+        await conversation.send(replace(MICROBATCH, hidden=coded(CODEC.down), progress=2.0))
+        with pytest.raises(ConnectionError):
+            await conversation.receive()
+    await asyncio.sleep(10.0)
+    assert [type(event) for event in journal] == [events.PeerViolation]
 
 
 ROWS = structs.replace(RUN, data=structs.replace(RUN.data, source="json", path="rows.jsonl", form="messages"))

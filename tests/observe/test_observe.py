@@ -342,6 +342,26 @@ def test_a_recording_goes_forward_and_back_and_is_the_same_again() -> None:
     assert recording.at(0.0).at == BEGUN
 
 
+def test_a_peer_that_is_started_again_is_not_at_work_before_its_journal_says_so() -> None:
+    history = PeerHistory("1a", 1)
+    observer = JournalObserver("a demo", [history], None)
+    for event in journals()["home1"]:
+        observer.take(history, event)
+
+    def state() -> str:
+        (peer,) = observer.view(BEGUN + 60.0).peers
+        return peer.state
+
+    assert state() == "training"
+    observer.note(history, "was killed", BEGUN + 51.0)
+    assert state() == "gone"
+    observer.note_restart(history, "is started again", BEGUN + 56.0)
+    assert state() == "joining"
+    for event in begun("12D3peer1", 1, BEGUN + 59.0):
+        observer.take(history, event)
+    assert state() == "training"
+
+
 def test_of_a_stage_whose_journals_are_elsewhere_nobody_says_that_it_was_empty() -> None:
     recording = Recording({"home0": journals()["home0"]}, "a run", decode_run(RUN.text, "a test"))
     view = recording.at(BEGUN + 30)

@@ -374,6 +374,11 @@ def test_whoever_is_at_work_after_the_duration_is_asked_to_leave() -> None:
     assert record.world.ended_s < 60.0
 
 
+def test_a_peer_whose_pass_takes_long_has_time_to_leave() -> None:
+    record, _ = seen("duration_s = 1000.0\n[devices]\nforward_s = 4000.0\n", rounds=5)
+    assert [event.why for event in finished(record)] == ["asked to leave"] * 4
+
+
 def test_peers_that_only_dial_are_spread_over_the_stages() -> None:
     record, _ = seen("[network]\ndials_only = 0.5\n")
     only = [name for name, peer in record.world.peers.items() if peer.access.dials_only]

@@ -122,6 +122,10 @@ class StreamEnd:
         """Whether both ends are open, and no message waits."""
         return not (self.is_over or self._peer_ended or self._inbox)
 
+    @property
+    def violation(self) -> Violation | None:
+        return Violation(self._broken[1]) if self._broken is not None and self._broken[0] is Violation else None
+
     def limit(self, up: Pace | None, down: Pace | None) -> None:
         self._up, self._down = up, down
 
