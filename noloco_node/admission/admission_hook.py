@@ -232,7 +232,9 @@ class AdmissionHook(NetworkHook):
             raise ConnectionAbortedError(f"expected an answer about our ticket, got {type(answer).__name__}")
         self._state.take_revocations(answer.revocations[:LIST_BYTES])
         if answer.refusal:
-            raise PermissionError(addressed(answer.refusal))
+            why = addressed(answer.refusal)
+            in_time = why == addressed(EXPIRED) and not self.held.is_expired
+            raise PermissionError(why + ", by that peer's clock alone: is this machine's clock right?" * in_time)
         self._welcomes[peer] = shown
         if len(self._welcomes) > _MOST_WELCOMES:
             del self._welcomes[next(iter(self._welcomes))]

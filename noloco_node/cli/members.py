@@ -240,9 +240,11 @@ async def confirmation(access: RunAccess, network: PeerNetwork, options: MemberO
         except (ConnectionError, PermissionError, TimeoutError) as error:
             reasons.append(str(error).replace(peer, f"...{peer[-8:]}"))
             continue
-        if number >= members.number:
+        if members.number <= number <= owner_files.load_members(options.run).number:  # another command may have added
             return f"confirmed: a bootstrap peer has taken list number {number}; the swarm has it within half a minute"
-        reasons.append(f"...{peer[-8:]} has list number {number}" if number >= 0 else f"...{peer[-8:]} has no list")
+        later = f", later than yours: restore the latest {owner_files.members_file(options.run).name}"
+        has = f"list number {number}{later * (number > members.number)}" if number >= 0 else "no list"
+        reasons.append(f"...{peer[-8:]} has {has}")
     return _not_confirmed("; ".join(reasons))
 
 
