@@ -22,6 +22,7 @@ from noloco_node.errors import config_error, os_errors_as, reason_of, storage_er
 from noloco_node.storage import atomic_file
 from noloco_node.units import Count
 
+TICKET = "ticket"  # the kind of an entry for a peer; other entries are for the key of a single-use invite
 HexKey: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 Until: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=LATEST_UNIX_S)]
 

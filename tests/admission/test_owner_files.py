@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from admission_keys import public
+from admission_keys import key, public
 from typer.testing import CliRunner
 
 from noloco_node.admission.admission_state import AdmissionState
@@ -30,7 +30,7 @@ from noloco_node.admission.owner_files import (
     with_revoked,
 )
 from noloco_node.admission.ticket import MEMBER, MOST_REVOKED, Right, encode, encode_list, peer_of, signed_list
-from noloco_node.admission.ticket_service import OPEN_DAYS
+from noloco_node.admission.ticket_service import OPEN_DAYS, TicketSigner
 from noloco_node.cli.main import app
 from noloco_node.cli.members import MemberOptions, confirmation
 from noloco_node.errors import Exit, UserError
@@ -124,6 +124,26 @@ def test_a_peer_that_no_entry_names_is_out_for_as_long_as_it_may_have_a_ticket(
     owner.members("revoke", OTHER)
     left_s = load_members(owner.run).revoked[public(2).hex()] - time.time()
     assert left_s == pytest.approx(days * 86400, abs=60)
+
+
+@pytest.mark.parametrize("by", ["invite", "delegate"])
+def test_a_named_peer_is_out_for_as_long_as_it_may_have_another_ticket(tmp_path: Path, by: str) -> None:
+    """It has come by a single-use invite, or by a delegate, before the owner named it for a shorter time."""
+    owner, days = Owner(tmp_path, "invited"), ("--days", "20000")
+    digest, other = owner.recipe.digest, key(2)
+    if by == "invite":
+        invite = owner.invited(*days)
+        assert invite.credential is not None
+        ticket = invite.credential.ticket(digest, PEER, MEMBER, 0.0, None)
+    else:
+        invite = owner.invited(OTHER, "--may-sign", *days)
+        assert invite.credential is not None
+        ticket = TicketSigner(other, invite.credential.chain).ticket(digest, PEER, MEMBER, 2**40)
+    assert ticket is not None
+    assert owner.state().show(PEER, ticket) == ""
+    owner.invited(PEER, "--days", "7")
+    owner.members("revoke", PEER)
+    assert "shut it out" in owner.state().show(PEER, ticket)
 
 
 def test_the_list_says_what_has_expired(tmp_path: Path) -> None:
