@@ -249,7 +249,7 @@ class _Participant:
             )
             node = Node(recipe, machine.dimensions, network, host, node_options, self.reporter)
             self.leaving.polite = True
-            kept = KeptInvite(self.home.invite, self.access.invite, await network.addresses(), say)
+            kept = KeptInvite(self.home, self.access.invite, await network.addresses(), say)
             say(f"an invite of our own, kept in {self.home.invite}: {invites.without_secret(kept.keep())}")
             beside = (
                 supervised("renewing our ticket", partial(self.access.renew, say), warn),

@@ -43,6 +43,7 @@ _MOST_GHOSTS = 64
 _MOST_REFUSED = 1024
 _SILENT_S = 15.0  # a peer that did not answer is left out for so long
 _PLACE_BYTES = 20  # of a place in the DHT, and of the id of a node
+_PEER_BYTES = 64  # of the id of a peer, at most
 _BUCKET = 8
 """Neighbours in a bucket of the routing table, and in an answer. hivemind's 20 make each answer 0.6 kB longer."""
 
@@ -464,7 +465,7 @@ class _Authorizer:
             request.auth.client_access_token.public_key = _SHOW
 
     async def validate_request(self, request: Any) -> bool:
-        if not hmac.compare_digest(request.auth.signature, self._code_of(request)):
+        if not (_has_node_id(request) and hmac.compare_digest(request.auth.signature, self._code_of(request))):
             return False
         if _is_find(request) and len(request.keys) > 1:
             return False  # we ask for one key at a time, and an answer costs the holder as much work for each
@@ -506,12 +507,14 @@ class _Authorizer:
 
     async def validate_response(self, response: Any, request: Any) -> bool:
         """Restore a short answer. hivemind takes an error, or what is not good, for a missing answer."""
-        if not self._is_member(response.auth.service_access_token.signature):
+        if not (_has_node_id(response) and self._is_member(response.auth.service_access_token.signature)):
             return False
         if _is_find(request) and len(response.results) != len(request.keys):
             return False  # each result would be decompressed, to a thousand times its bytes
         for result in response.results if _is_find(request) else ():
             del result.nearest_peer_ids[MOST_NAMED:], result.nearest_node_ids[:]
+            if any(len(peer) > _PEER_BYTES for peer in result.nearest_peer_ids):
+                return False  # hivemind writes each in base 58: minutes for 100 kB
             result.nearest_node_ids.extend(_node_of(self._rules, peer) for peer in result.nearest_peer_ids)
             if result.value:
                 result.value = restored(result.value, _KNOWN.get() or {})
@@ -531,6 +534,11 @@ class _Authorizer:
         bare.ClearField("auth")
         name = type(request).__name__.encode()
         return self._rules.code("dht", name, request.auth.nonce, bare.SerializeToString(deterministic=True))
+
+
+def _has_node_id(message: Any) -> bool:
+    """Say whether the id of a node that a message says, if any, is one; else hivemind raises AssertionError."""
+    return len(message.peer.node_id) in (0, _PLACE_BYTES)
 
 
 def _is_find(request: Any) -> bool:

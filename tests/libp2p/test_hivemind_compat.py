@@ -440,6 +440,32 @@ def test_a_request_asks_for_one_key_at_most(keys: int) -> None:
     assert asyncio.run(main()) == (keys <= 1)
 
 
+@pytest.mark.parametrize("kind", ["Ping", "Find", "Store"])
+@pytest.mark.parametrize("size", [0, 1, 19, 20, 21, 1000])
+def test_whoever_says_an_id_that_is_none_neither_asks_nor_answers(kind: str, size: int) -> None:
+    """hivemind raises AssertionError for it, after a ping beyond all that it catches: it would end the node."""
+    rules = CallRules(lambda *parts: hashlib.sha256(repr(parts).encode()).digest(), None)
+    info = inside("proto.dht_pb2:NodeInfo")(node_id=b"\xff" * size)
+    request, response = (inside(f"proto.dht_pb2:{kind}{which}")(peer=info) for which in ("Request", "Response"))
+
+    async def main() -> list[bool]:
+        await _Authorizer(rules).sign_request(request, None)
+        is_asked = await _Authorizer(rules).validate_request(request)
+        return [is_asked, await _Authorizer(rules).validate_response(response, request)]
+
+    assert asyncio.run(main()) == [size in (0, 20)] * 2
+
+
+@pytest.mark.parametrize("size", [34, 38, 64, 65, 100_000])
+def test_a_node_names_peers_by_ids_of_a_usual_length(size: int) -> None:
+    """hivemind writes each in base 58, which takes minutes for a long one."""
+    rules = CallRules(lambda *parts: hashlib.sha256(repr(parts).encode()).digest(), None)
+    request = inside("proto.dht_pb2:FindRequest")(keys=[b"k" * 20])
+    result = inside("proto.dht_pb2:FindResult")(nearest_peer_ids=[b"p" * 38, b"p" * size])
+    response = inside("proto.dht_pb2:FindResponse")(results=[result])
+    assert asyncio.run(_Authorizer(rules).validate_response(response, request)) == (size <= 64)
+
+
 @pytest.mark.parametrize("wanted", [False, True])
 def test_no_caller_has_us_call_it_back(wanted: bool) -> None:
     rules = CallRules(lambda *parts: hashlib.sha256(repr(parts).encode()).digest(), None)
