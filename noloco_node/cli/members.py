@@ -241,7 +241,7 @@ async def confirmation(access: RunAccess, network: PeerNetwork, options: MemberO
     for peer in dict.fromkeys(access.invite.peers):
         try:
             number = await access.admission.list_known_to(peer)
-        except (ConnectionError, PermissionError, TimeoutError) as error:
+        except (ConnectionError, PermissionError) as error:
             reasons.append(str(error).replace(peer, f"...{peer[-8:]}"))
             continue
         if members.number <= number <= owner_files.load_members(options.run).number:  # another command may have added
