@@ -168,7 +168,7 @@ async def _serve(
     network: PeerNetwork, recipe: RunFileText, history: RunHistory, stores: Mapping[str, WeightStore]
 ) -> None:
     """Answer newcomers: the run file, how far the run is, the speed of their line, files of the run's checkpoint."""
-    network = HookedNetwork(network, BanHook())  # as at every node: one address prefix cannot hold all conversations
+    network = HookedNetwork(network, BanHook())  # as every node does
     await network.serve(TOPIC, SCHEMA, recipe.serve)
     await network.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
     for topic, store in stores.items():

@@ -41,6 +41,7 @@ from noloco_node.libp2p.short_answers import MOST_VERSIONS, Version, names, reco
 _LOADING = threading.Lock()  # a program may start two peers, each in a thread of its own
 _MOST_GHOSTS = 64
 _MOST_REFUSED = 1024
+_MOST_SPARE = 256  # peers that wait for a place in a bucket of the routing table
 _SILENT_S = 15.0  # a peer that did not answer is left out for so long
 _PLACE_BYTES = 20  # of a place in the DHT, and of the id of a node
 _PEER_BYTES = 64  # of the id of a peer, at most
@@ -344,6 +345,11 @@ class DhtNode:
             if self._is_refused(peer_id):
                 node_id, responded = None, False  # so hivemind drops it from the table, and gives it no records to keep
             await enter(node_id, peer_id, responded)
+            if node_id is not None:
+                table = protocol.routing_table
+                spare = table.buckets[table.get_bucket_index(node_id)].replacement_nodes
+                if len(spare) > _MOST_SPARE:  # hivemind remembers everybody who ever called
+                    del table[next(iter(spare))]
 
         protocol.update_routing_table = checked
 
@@ -616,7 +622,7 @@ def _loaded_hivemind() -> HivemindParts:
     from hivemind.utils.multiaddr import Multiaddr
 
     use_hivemind_log_handler("nowhere")
-    logging.getLogger("hivemind").setLevel(logging.ERROR)
+    logging.getLogger("hivemind").setLevel(logging.CRITICAL)  # its errors are answers of strangers
     logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames it for the whole process
     return HivemindParts(P2P, PeerID, Multiaddr, DHTNode, DHTID, p2pd_pb2, f"{root}/hivemind_cli/p2pd")
 

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import importlib
 import inspect
+import logging
 import os
 import time
 from collections import Counter
@@ -328,6 +329,31 @@ async def test_a_peer_that_says_another_id_in_its_own_request_is_refused(seed: i
     assert liar not in nodes.table
     assert await nodes.node.find(liar, rng.randbytes(20)) is None
     assert not nodes.asked
+
+
+async def test_of_callers_that_find_no_place_in_the_routing_table_the_latest_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Open(Neighbourhood):
+        async def _enter(self, node_id: Any, peer_id: Any, responded: bool) -> None:
+            self.table.add_or_update_node(node_id, peer_id)
+
+    monkeypatch.setattr("noloco_node.libp2p.hivemind_compat._MOST_SPARE", 4)
+    rng = Random(0)
+    nodes = Open([some_peer(rng) for _ in range(3)])
+    for _ in range(1000):
+        caller = some_peer(rng)
+        await nodes.protocol.update_routing_table(id_of(caller), caller)
+        assert caller in nodes.table
+        assert all(len(bucket.replacement_nodes) <= 4 for bucket in nodes.table.buckets)
+    placed = sum(len(bucket.nodes_to_peer_id) for bucket in nodes.table.buckets)
+    assert placed > 50
+    assert placed < len(nodes.table.uid_to_peer_id) == len(nodes.table.peer_id_to_uid) <= 2 * placed
+
+
+def test_no_answer_of_a_stranger_writes_onto_the_screen() -> None:
+    load_hivemind()
+    assert not logging.getLogger("hivemind.dht.protocol").isEnabledFor(logging.ERROR)
 
 
 TICKETS = {
