@@ -568,28 +568,6 @@ def forget_ghosts(entries: Any) -> None:
         heapq.heapify(heap)
 
 
-def ignore_orphaned_waits(loop: asyncio.AbstractEventLoop) -> None:
-    """Keep asyncio from complaining about one thing: tasks that hivemind's search drops while they wait for an event.
-
-    A search starts such a task at each hop and forgets it; when the search is cut off, as all are when the daemon dies,
-    the garbage collector finds them pending, and asyncio would print a line for each on the person's screen.
-    """
-    before: Any = loop.get_exception_handler()
-    if getattr(before, "func", None) is not _complain:  # a node opens its network again after each outage
-        loop.set_exception_handler(functools.partial(_complain, before))
-
-
-def _complain(before: Callable[..., object] | None, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    task = context.get("task")
-    orphan = isinstance(task, asyncio.Task) and getattr(task.get_coro(), "__qualname__", "") == "Event.wait"
-    if orphan and "was destroyed" in context.get("message", ""):
-        return
-    if before is not None:
-        before(loop, context)
-    else:
-        loop.default_exception_handler(context)
-
-
 def load_hivemind() -> HivemindParts:
     """Import the parts in use, quietly, and without torch (see the module's docstring); once, whatever the threads."""
     with _LOADING:

@@ -45,7 +45,6 @@ from noloco_node.libp2p.hivemind_compat import (
     DaemonClient,
     PeerId,
     daemon_trouble,
-    ignore_orphaned_waits,
     load_hivemind,
 )
 from noloco_node.libp2p.reachability import preflight, preflight_goal
@@ -95,7 +94,6 @@ class Libp2pNetwork:
         check_listen(settings.listen)
         check_announce(settings.announce)
         parts = load_hivemind()
-        ignore_orphaned_waits(asyncio.get_running_loop())
         switchboard = Switchboard(settings.timeouts, settings.capacity)
         with private_directory() as directory:
             secret = RunSecret(settings.run)

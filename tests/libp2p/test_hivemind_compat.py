@@ -36,7 +36,6 @@ from noloco_node.libp2p.hivemind_compat import (
     _name_callers,
     disconnect,
     forget_ghosts,
-    ignore_orphaned_waits,
     load_hivemind,
     mend_calls,
 )
@@ -703,17 +702,6 @@ async def test_a_reader_and_a_writer_that_failed_are_asked_why() -> None:
     await disconnect(client)
     del tasks, control, client
     assert complaints == []
-
-
-async def test_complaints_are_heard_once_however_often_a_network_is_opened() -> None:
-    loop, complaints = asyncio.get_running_loop(), list[Any]()
-    loop.set_exception_handler(lambda _, context: complaints.append(context))
-    ignore_orphaned_waits(loop)
-    handler = loop.get_exception_handler()
-    ignore_orphaned_waits(loop)
-    assert loop.get_exception_handler() is handler
-    loop.call_exception_handler({"message": "something else"})
-    assert complaints == [{"message": "something else"}]
 
 
 class Line:
