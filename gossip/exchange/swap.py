@@ -50,7 +50,7 @@ import math
 import random
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import accumulate
 from statistics import median, median_low
 from typing import Any, NamedTuple, TypeVar
@@ -95,8 +95,9 @@ STEP_OF_NOTHING = 2.0**-24
 CLIP = 4.0
 REFUSE = 8.0
 """Medians of the distance that counts whole, and that counts at all."""
-TYPICAL = 1.0
-"""The least median, in our own pseudo-gradients: within one step a partner does no more than one step's harm."""
+TYPICAL, TYPICAL_LENGTH = 1.0, 0.005
+"""The least medians: of the distance, in our own pseudo-gradients, since within one step a partner does no more than
+one step's harm; and of how much longer or shorter a partner's weights are, in lengths of ours."""
 VOICES, PARTNERS, MOVES = 4, 32, 16
 """The distances of each partner, the partners, and the norms of our own pseudo-gradients that are kept."""
 LEAST_PULL, NO_PULL = 0.25, -0.5
@@ -266,7 +267,8 @@ class Deviation(NamedTuple):
 
     `distance`: from ours. `own`: norm of our pseudo-gradient. `alike`: cosine of both weights; all zeros are not alike,
     unless ours are zero too. `direction`: cosine between what we have learned and where the partner's fast weights are,
-    from our slow ones; 0 for slow weights.
+    from our slow ones; 0 for slow weights. `longer`: how far the partner's weights lie from ours along ours, in lengths
+    of ours; 0 where ours are zero.
     """
 
     values: int
@@ -274,6 +276,7 @@ class Deviation(NamedTuple):
     own: float
     alike: float = 1.0
     direction: float = 0.0
+    longer: float = 0.0
 
 
 def measure(theirs: Coded, own: OwnWeights, slow: Tensors, fast: OwnWeights) -> Deviation:
@@ -301,7 +304,8 @@ def measure(theirs: Coded, own: OwnWeights, slow: Tensors, fast: OwnWeights) -> 
     alike = _cosine(square + across, square, square + 2.0 * across + apart) if square else 1.0
     towards = learned_square + along, learned_square, learned_square + 2.0 * along + apart
     back = _cosine(*towards) if own is fast else 0.0
-    return Deviation(values, math.sqrt(apart), math.sqrt(learned_square), alike, back)
+    longer = across / square if square else 0.0
+    return Deviation(values, math.sqrt(apart), math.sqrt(learned_square), alike, back, longer)
 
 
 def _cosine(product: float, square: float, other: float) -> float:
@@ -313,7 +317,7 @@ class _Seen:
     """The history of one partner."""
 
     def __init__(self) -> None:
-        self.ratios: deque[float] = deque(maxlen=VOICES)
+        self.ratios, self.lengths = deque[float](maxlen=VOICES), deque[float](maxlen=VOICES)
         self.cosine = 0.0
         self.directions = 0
 
@@ -322,8 +326,14 @@ class _Seen:
         """Its usual distance."""
         return median(self.ratios)
 
-    def add(self, ratio: float, cosine: float | None) -> None:
+    @property
+    def length(self) -> float:
+        """How much longer or shorter than ours its weights usually are."""
+        return median(self.lengths)
+
+    def add(self, ratio: float, length: float, cosine: float | None) -> None:
         self.ratios.append(ratio)
+        self.lengths.append(length)
         if cosine is not None:
             self.directions += 1
             self.cosine += max(NEWEST, 1.0 / self.directions) * (cosine - self.cosine)
@@ -374,12 +384,14 @@ class InfluenceBound:
         if not unit:
             return 1.0  # we have learned nothing yet, and know no distance
         ratio = deviation.distance / unit
-        most = self._typical()
+        length = abs(deviation.longer)
+        most = self._typical(TYPICAL, (seen.voice for seen in self._seen.values()))
+        longest = self._typical(TYPICAL_LENGTH, (seen.length for seen in self._seen.values()))
         self._seen[partner] = seen = self._seen.pop(partner, None) or _Seen()
         if len(self._seen) > PARTNERS:
             del self._seen[next(iter(self._seen))]
         # A move that has hardly begun has no direction yet.
-        seen.add(ratio, deviation.direction if deviation.own >= median(self._moves) / 2 else None)
+        seen.add(ratio, length, deviation.direction if deviation.own >= median(self._moves) / 2 else None)
         often = len(self._seen) > 1 and len(seen.ratios) >= OFTEN and seen.voice > CLIP * most
         if ratio > (CLIP if often else REFUSE) * most:
             self._refused += 1
@@ -390,8 +402,12 @@ class InfluenceBound:
         self._has_counted = True
         if len(self._seen) > 1 or not self._in_doubt:
             self._refused = 0
-        pull = 1.0 if only else self._pull(seen)
-        return min(1.0, CLIP * most / ratio) * pull if ratio else 1.0
+        share = min(1.0, CLIP * most / ratio) if ratio else 1.0
+        if only:
+            return share
+        if length and not self._from_zero:
+            share *= min(1.0, CLIP * longest / length)
+        return share * self._pull(seen)
 
     def check_adopted(self, deviation: Deviation, *, only: bool = False) -> None:
         """Raise Implausible where weights that are to replace ours have nothing in common with them.
@@ -422,6 +438,7 @@ class InfluenceBound:
             return 1.0
         return max(LEAST_PULL, 1.0 - seen.cosine / NO_PULL)
 
-    def _typical(self) -> float:
-        voices = [seen.voice for seen in self._seen.values()]
-        return max(TYPICAL, median_low(voices if self._in_doubt else [*voices, TYPICAL]))
+    def _typical(self, least: float, voices: Iterable[float]) -> float:
+        """Return the median of what is usual with each partner and of the initial guess; never less than the guess."""
+        known = list(voices)
+        return max(least, median_low(known if known and self._in_doubt else [*known, least]))

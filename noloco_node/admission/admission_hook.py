@@ -26,7 +26,7 @@ from noloco_node.admission.admission_state import (
 )
 from noloco_node.admission.ticket import LIST_BYTES, TICKET_BYTES, Right
 from noloco_node.errors import Exit, UserError
-from noloco_node.network.calls import HookedConversation, patient
+from noloco_node.network.calls import HookedConversation, ask, patient
 from noloco_node.network.interface import Conversation, NetworkHook, PeerNetwork, Records
 from noloco_node.network.schema import MessageSpec, Schema, Violation
 
@@ -82,12 +82,11 @@ class AdmissionHook(NetworkHook):
         refusals: list[str] = []
         for peer in peers:
             try:
-                async with asyncio.timeout(PATIENCE_S):
-                    await self._show(peer)
+                await self._show(peer)
                 return
             except PermissionError as refusal:
                 refusals.append(str(refusal))
-            except (ConnectionError, TimeoutError):
+            except ConnectionError:
                 continue
         if refusals:
             raise not_admitted(told(refusals))
@@ -148,9 +147,8 @@ class AdmissionHook(NetworkHook):
                 # Known meanwhile, or each message of a call would wait for a showing of its own.
                 self._welcomes[peer] = self._welcomes.pop(peer)
                 try:
-                    async with asyncio.timeout(PATIENCE_S):
-                        await self._show(peer)
-                except (ConnectionError, PermissionError, TimeoutError):
+                    await self._show(peer)
+                except (ConnectionError, PermissionError):
                     self._welcomes.pop(peer, None)
 
     def stamped(self, value: bytes) -> bytes:
@@ -225,14 +223,13 @@ class AdmissionHook(NetworkHook):
     async def _show(self, peer: str) -> bytes:
         """Show our ticket to a peer; return the list that it knows. PermissionError where it lets us not in."""
         shown = self.held.raw
-        async with self._network.talk(peer, TOPIC, SCHEMA) as conversation:
-            await conversation.send(ShowTicket(ticket=shown, revocations=self._state.raw_revocations))
-            answer = await conversation.receive()
-        if not isinstance(answer, TicketVerdict):
-            raise ConnectionAbortedError(f"expected an answer about our ticket, got {type(answer).__name__}")
+        question = ShowTicket(ticket=shown, revocations=self._state.raw_revocations)
+        answer = await ask(self._network, peer, TOPIC, SCHEMA, question, TicketVerdict, PATIENCE_S)
         self._state.take_revocations(answer.revocations[:LIST_BYTES])
         if answer.refusal:
-            raise PermissionError(addressed(answer.refusal))
+            why = addressed(answer.refusal)
+            in_time = why == addressed(EXPIRED) and not self.held.is_expired
+            raise PermissionError(why + ", by that peer's clock alone: is this machine's clock right?" * in_time)
         self._welcomes[peer] = shown
         if len(self._welcomes) > _MOST_WELCOMES:
             del self._welcomes[next(iter(self._welcomes))]

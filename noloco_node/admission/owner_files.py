@@ -12,21 +12,27 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import Annotated, TypeAlias
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from noloco_node.admission.ticket import MOST_REVOKED, encode_list, signed_list
+from noloco_node.admission.ticket import LATEST_UNIX_S, MOST_REVOKED, encode_list, signed_list
 from noloco_node.errors import config_error, os_errors_as, reason_of, storage_error, usage_error
 from noloco_node.storage import atomic_file
+from noloco_node.units import Count
+
+TICKET = "ticket"  # the kind of an entry for a peer; other entries are for the key of a single-use invite
+HexKey: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+Until: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=LATEST_UNIX_S)]
 
 
 class IssuedEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A ticket or a single-use invite that was signed; `key`: whom it is for, in hexadecimal digits."""
 
-    key: str
+    key: HexKey
     kind: str
-    until: int
+    until: Until
     note: str = ""
     may_sign: bool = False
 
@@ -35,8 +41,8 @@ class MemberList(msgspec.Struct, frozen=True, kw_only=True):
     """What the owner remembers. `revoked`: until when, by key; `number` and `signed`: of the last list of these."""
 
     issued: tuple[IssuedEntry, ...] = ()
-    revoked: dict[str, int] = {}
-    number: int = 0
+    revoked: dict[HexKey, Until] = {}
+    number: Count = 0
     signed: bytes = b""
 
 

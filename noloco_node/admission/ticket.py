@@ -49,11 +49,13 @@ KEY_HEADER: Final = bytes((0x08, 0x01, 0x12, 0x40))
 """Protobuf: key type Ed25519, 64 bytes follow: the seed, and the public key."""
 
 
-@functools.lru_cache(maxsize=4096)
 def key_of(peer: str) -> bytes | None:
     """Return the public key that a peer id is; None for ids of other kinds, and for what is no id."""
-    if len(peer) > _LONGEST_ID or not peer.isalnum():
-        return None
+    return _decoded_key(peer) if len(peer) <= _LONGEST_ID and peer.isalnum() else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _decoded_key(peer: str) -> bytes | None:
     try:
         raw = base58.b58decode(peer)
     except ValueError:

@@ -39,6 +39,7 @@ class GossipOptimizer(Leaves, optim.Optimizer):
         """Join the run of an invite (its text, a file that holds it, or a home that keeps one) with a module."""
         self._inner = optimizer  # first: what this class has not, the wrapped optimiser has
         self._refuse_second()
+        _check_types(optimizer, module)
         parameters = foreign_stage.trained_parameters(module)
         _check_optimised(parameters, optimizer)
         device = next(iter(parameters.values())).device
@@ -220,6 +221,15 @@ class GossipOptimizer(Leaves, optim.Optimizer):
                 hint="a new GossipOptimizer with the same home; if it happens again, please report it",
                 code=Exit.BUG,
             )
+
+
+def _check_types(optimizer: object, module: object) -> None:
+    if not (isinstance(module, nn.Module) and hasattr(optimizer, "param_groups")):
+        raise usage_error(
+            "GossipOptimizer takes an optimiser of torch and a module, in this order.",
+            why=f"it was given objects of the types {type(optimizer).__name__} and {type(module).__name__}",
+            hint='GossipOptimizer(torch.optim.AdamW(model.parameters()), model, "invite")',
+        )
 
 
 def _check_optimised(parameters: Mapping[str, nn.Parameter], optimizer: optim.Optimizer) -> None:

@@ -34,6 +34,8 @@ from noloco_node.libp2p.settings import EVERYWHERE, Capacity, NetworkSettings, R
 from noloco_node.machine.memory import machine_free_bytes, share_arenas
 from noloco_node.machine.signals import departure, run
 from noloco_node.machine.system import allow_files
+from noloco_node.network.bans import BanHook
+from noloco_node.network.calls import HookedNetwork
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.node.health import SKEW_S, wrong_clock
 from noloco_node.observe.peer_history import PeerHistory
@@ -139,8 +141,8 @@ async def host(options: BootstrapOptions) -> None:
             addresses = await network.addresses()
             invite = invites.format(recipe.digest, addresses, admissions.credential)
             print(invite, flush=True)
-            kept = KeptInvite(home.invite, invites.parse(invite), (), say)
-            kept.keep([str(each) for each in met])
+            kept = KeptInvite(home, invites.parse(invite), (), say)
+            kept.keep()
             say(f"bootstrap peer of the run {recipe.run.name!r} ({recipe.digest[:12]}), home {home.path}")
             say(admissions.rule)
             say(admissions.advice(invite, from_where(addresses)))
@@ -166,6 +168,7 @@ async def _serve(
     network: PeerNetwork, recipe: RunFileText, history: RunHistory, stores: Mapping[str, WeightStore]
 ) -> None:
     """Answer newcomers: the run file, how far the run is, the speed of their line, files of the run's checkpoint."""
+    network = HookedNetwork(network, BanHook())  # as every node does
     await network.serve(TOPIC, SCHEMA, recipe.serve)
     await network.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
     for topic, store in stores.items():

@@ -120,6 +120,7 @@ async def take_part(
     import torch
 
     from noloco_node.cli.host_machine import machine_for
+    from noloco_node.export.replica_files import under_other_ids
     from noloco_node.machine.device import choose_device, energy_meter
 
     memory.share_arenas()
@@ -140,6 +141,8 @@ async def take_part(
             size, place = format_bytes(others.size_bytes), home.run(invite.digest).path.parent
             kept = f"this home keeps {size} of other runs ({others.number}) below {place}"
             say(f"{kept}; you may remove a directory there")
+        for line in under_other_ids(home.path, invite.digest):
+            warn(line)
         access = RunAccess(invite, MEMBER, home.path)
         settings, known_peers = _network_settings(access, options, home), KnownPeers()
         met = met_before(invite, home)
@@ -249,7 +252,7 @@ class _Participant:
             )
             node = Node(recipe, machine.dimensions, network, host, node_options, self.reporter)
             self.leaving.polite = True
-            kept = KeptInvite(self.home.invite, self.access.invite, await network.addresses(), say)
+            kept = KeptInvite(self.home, self.access.invite, await network.addresses(), say)
             say(f"an invite of our own, kept in {self.home.invite}: {invites.without_secret(kept.keep())}")
             beside = (
                 supervised("renewing our ticket", partial(self.access.renew, say), warn),

@@ -16,6 +16,7 @@ import typer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission import owner_files
+from noloco_node.admission.owner_files import TICKET
 from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, grant, key_of, peer_of
 from noloco_node.admission.ticket_service import OPEN_DAYS
 from noloco_node.cli.options import default_home, invite_text
@@ -122,7 +123,7 @@ def _invite(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKey,
         if (out_s := members.revoked.get(subject.hex(), 0)) > now_s:
             why = "whatever it shows is refused until then, an invite of today as well"
             raise _usage(f"{options.who} is shut out until {_day(out_s)}.", "an invite after that", why)
-        kind, credential = "ticket", InviteCredential((grant(key, recipe.digest, rights, until, subject),))
+        kind, credential = TICKET, InviteCredential((grant(key, recipe.digest, rights, until, subject),))
     elif recipe.run.admission.rule == "listed" or options.may_sign:
         raise _usage(
             "This needs a peer id." if options.may_sign else "A listed run lets in only peers that are named.",
@@ -173,9 +174,12 @@ def _subject(who: str | None, members: owner_files.MemberList) -> str:
 def _longest_life(subject: str, members: owner_files.MemberList, rule: str, now_s: float) -> int:
     """Return the latest end of a ticket that a key may have; 0 if it can have none.
 
-    A key that the list does not name may have entered by any single-use invite in it, or by any delegate.
+    Any peer may have entered by any single-use invite in the list, or by any delegate, whatever else the list says.
     """
-    lives = [each.until for each in members.issued if each.key == subject] or [each.until for each in members.issued]
+    own = [each for each in members.issued if each.key == subject]
+    of_invite = any(each.kind != TICKET for each in own)
+    others = [each for each in members.issued if not of_invite and (each.kind != TICKET or each.may_sign)]
+    lives = [each.until for each in own + others]
     if rule == "open":  # a bootstrap peer gives a ticket to every peer that asks
         lives.append(int(now_s) + OPEN_DAYS * DAY_S)
     return max((life for life in lives if life > now_s), default=0)
@@ -237,12 +241,14 @@ async def confirmation(access: RunAccess, network: PeerNetwork, options: MemberO
     for peer in dict.fromkeys(access.invite.peers):
         try:
             number = await access.admission.list_known_to(peer)
-        except (ConnectionError, PermissionError, TimeoutError) as error:
+        except (ConnectionError, PermissionError) as error:
             reasons.append(str(error).replace(peer, f"...{peer[-8:]}"))
             continue
-        if number >= members.number:
+        if members.number <= number <= owner_files.load_members(options.run).number:  # another command may have added
             return f"confirmed: a bootstrap peer has taken list number {number}; the swarm has it within half a minute"
-        reasons.append(f"...{peer[-8:]} has list number {number}" if number >= 0 else f"...{peer[-8:]} has no list")
+        later = f", later than yours: restore the latest {owner_files.members_file(options.run).name}"
+        has = f"list number {number}{later * (number > members.number)}" if number >= 0 else "no list"
+        reasons.append(f"...{peer[-8:]} has {has}")
     return _not_confirmed("; ".join(reasons))
 
 

@@ -9,7 +9,7 @@ import asyncio
 import io
 import shutil
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
@@ -42,6 +42,9 @@ DRAW_EVERY_S = 1.0
 PLAY_EVERY_S = 0.1
 PLAIN_MOMENTS = 40  # views of a recording that is printed as lines
 MOST_SOURCES_SHOWN = 64  # the most sources in the table
+FIGURES = ("step", "round", "progress", "loss", "gap", "tokens/s", "ms")  # of a peer in the table
+SPARED = ("progress", "gap", "ms")  # figures that a narrow terminal has no room for
+TABLE_WIDTH = 80  # columns that all figures fit
 
 
 def status(
@@ -100,12 +103,12 @@ def picture(recipe: RunFileText, roster: Roster, late: Mapping[str, float] = Map
 
     view = _view(recipe, roster)
     text = io.StringIO()
-    console = Console(file=text, width=max(80, shutil.get_terminal_size().columns))
-    # Names and figures fit eighty columns; words follow on lines of their own.
+    console = Console(file=text, width=shutil.get_terminal_size().columns)
+    # Names and figures fit eighty columns, or with fewer figures sixty; words follow on lines of their own.
     is_known = view.progress > 0.0 or any(roster.stages)
     done = f"{view.progress:.1%} of the token budget" if is_known else "nobody is there to say how far it is"
     title = f"{recipe.run.name} ({recipe.digest[:12]}), {done}"
-    console.print(_peer_table(title, roster))
+    console.print(_peer_table(title, roster, () if console.width >= TABLE_WIDTH else SPARED))
     console.print(f"{view.tokens_per_s:,.0f} tokens/s, {time_left(view)}. {_said(view.bottleneck)}", highlight=False)
     peers = sorted((record for stage in roster.stages for record in stage), key=lambda record: record.peer)
     silent = [(each.peer, f"for {late[each.peer]:.0f} s: it may be dead") for each in peers if each.peer in late]
@@ -134,30 +137,31 @@ def picture(recipe: RunFileText, roster: Roster, late: Mapping[str, float] = Map
     return text.getvalue()
 
 
-def _peer_table(title: str, roster: Roster) -> Table:
+def _peer_table(title: str, roster: Roster, left_out: Collection[str]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(title=title, caption="ms: device time of a microbatch", box=SIMPLE_HEAD, padding=0)
+    caption = None if "ms" in left_out else "ms: device time of a microbatch"
+    table = Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=0)
     for heading in ("stage", "peer", "state"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("step", "round", "progress", "loss", "gap", "tokens/s", "ms"):
+    for heading in (each for each in FIGURES if each not in left_out):
         table.add_column(heading, justify="right", no_wrap=True)
     for number, records in enumerate(roster.stages):
         table.add_section()
         if roster.is_sample:
             table.add_row(str(number), f"{len(records)} of {roster.size(number)}")
         for record in sorted(records, key=lambda record: record.peer):
-            table.add_row(str(number), *_row(record))
+            figures = zip(FIGURES, _figures(record), strict=True)
+            shown = (figure for name, figure in figures if name not in left_out)
+            table.add_row(str(number), _said(short(record.peer)), str(record.state), *shown)
         if not records:
             table.add_row(str(number), "[bold red]nobody[/]")
     return table
 
 
-def _row(record: PeerRecord) -> tuple[str, ...]:
+def _figures(record: PeerRecord) -> tuple[str, ...]:
     return (
-        _said(short(record.peer)),
-        str(record.state),
         str(record.inner_steps),
         str(record.round),
         f"{record.progress:.1%}",

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from noloco_node.admission.ticket import Right
+from noloco_node.admission.admission_state import AdmissionState
+from noloco_node.admission.ticket import Right, peer_of_file
 from noloco_node.doctor import machine_checks
 from noloco_node.doctor.machine_checks import Finding, Grade, Need, exit_code, fail, line, ok, verdict, warn
 from noloco_node.errors import Exit, UserError, user_error_of
@@ -30,6 +31,7 @@ from noloco_node.network.calls import HookedNetwork, ask
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.timeouts import DialTimeouts
 from noloco_node.planning.bandwidth import NARROW_S, MicrobatchBytes, microbatch_bytes
+from noloco_node.storage.home import HomePaths
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm import run_distribution, speed_test
 from noloco_node.swarm.access import RunAccess, connected
@@ -135,6 +137,7 @@ async def _visit(invite: invites.Invite, wish: DoctorRequest) -> tuple[list[Find
             access.pin(run_file.run)
             membership = run_file.membership(network)
             roster = await membership.peek()
+            found += shut_out(access.state, wish.home)
             machine_checks.announce_torch()
             needs, microbatches = await asyncio.to_thread(_needs, run_file, wish.device)
             others = [record.peer for records in roster.stages for record in records]
@@ -154,6 +157,15 @@ async def _clock(network: PeerNetwork, peers: Sequence[str]) -> Finding:
         if isinstance(each, BaseException) and not isinstance(each, ConnectionError):
             raise each
     return judge_clock([each for each in told if isinstance(each, float)])
+
+
+def shut_out(state: AdmissionState | None, home: Path) -> list[Finding]:
+    """Say that the owner has shut out the identity of this home, where it has: the doctor visits with a passing one."""
+    peer = peer_of_file(HomePaths(home).identity)
+    if state is None or peer is None or not state.is_revoked(peer):
+        return []
+    hint = "ask the owner of the run; another --home has another identity, and needs an invite of its own"
+    return [fail("admission", f"the owner of the run has shut you out, {peer}", hint)]
 
 
 def _census(roster: Roster) -> list[Finding]:

@@ -34,6 +34,7 @@ from noloco_node.export.replica_files import (
     newest,
     parts_beside,
     passed,
+    under_other_ids,
 )
 from noloco_node.export.sources import Provenance, check_export, evaluations_of, noted, recipe_of, told_of
 from noloco_node.machine.interface import Dimensions
@@ -93,7 +94,10 @@ def _layout_of(run: RunConfig) -> ModelLayout | ForeignLayout:
 
 
 def of_homes(homes: Sequence[Path], recipe: RunFileText) -> list[ReplicaFile]:
-    """Return all weights of a run in these homes."""
+    """Return all weights of a run in these homes; say where some lie that only another version can use."""
+    for home in homes:
+        for line in under_other_ids(home, recipe.digest):
+            say(line)
     return [filed for home in homes for filed in in_home(home, recipe.digest)]
 
 

@@ -11,7 +11,7 @@ import os
 import shutil
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import median_low
 from typing import NamedTuple, Self
@@ -22,10 +22,21 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from noloco_node.errors import Exit, UserError, reason_of
+from noloco_node.run.runfile import read_run_text
 from noloco_node.state_sync import replica_mean
 from noloco_node.storage import atomic_file
-from noloco_node.storage.checkpoint import Checkpoint, Counters, arrays_of, counters_of, evaluated_in, files, load
-from noloco_node.storage.home import HomePaths
+from noloco_node.storage.checkpoint import (
+    Checkpoint,
+    Counters,
+    arrays_of,
+    counters_of,
+    evaluated_in,
+    files,
+    load,
+    of_run,
+)
+from noloco_node.storage.home import HomePaths, RunPaths
+from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
 from pipeline.hardware.split_weights import values_of
 
@@ -80,6 +91,23 @@ def in_home(home: Path, run_id: str, complain: Callable[[str], None] = say) -> l
                 # An error of the system names the descriptor by which the file was read.
                 complain(f"{path} is skipped: {error.strerror if isinstance(error, OSError) else error}")
     return list(found.values())
+
+
+def under_other_ids(home: Path, digest: str) -> Iterator[str]:
+    """Say which directories of a home hold weights of a run under other ids alone, and what to do with them.
+
+    Another version of this program may give the same run file another id.
+    """
+    for directory in (home, *sorted(HomePaths(home).run(digest).path.parent.glob("*"))):
+        paths = RunPaths(directory)
+        if files(paths.checkpoint) and not any(of_run(paths.checkpoint, digest)):
+            with suppress(UserError):  # a run file that this version refuses is of no run that it can take part in
+                if RunFileText(read_run_text(paths.run_file), str(paths.run_file), ()).digest == digest:
+                    yield (
+                        f"{directory} holds weights of this run under another id, which another version of "
+                        "noloco-node gave it. This version cannot use them: export them with that version, and go on "
+                        "from the export in a new run (noloco-node init --from DIR)"
+                    )
 
 
 def _held(directory: Path, complain: Callable[[str], None]) -> list[tuple[Path, HeldFile]]:

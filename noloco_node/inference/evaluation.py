@@ -157,7 +157,8 @@ def _of_homes(
         raise without_base("evaluate")
     model = WholeModel(layout, stages, text, base)
     replicas = [newest(filed, number) for number in range(len(stages))]
-    say(f"evaluating the merged model and {sum(map(len, replicas))} replicas, each on {_sequences(text)}")
+    number = sum(map(len, replicas))
+    say(f"evaluating the merged model and {number} replica{'' if number == 1 else 's'}, each on {_sequences(text)}")
     yield Measure("merged", model.loss(), entropy, text)
     for number, shapes in enumerate(layout.shapes):
         with ReplicaReader(replicas[number], shapes) as opened:

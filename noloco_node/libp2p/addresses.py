@@ -60,6 +60,8 @@ class PeerAddress(NamedTuple):
 
 def parse_peer_address(text: str) -> PeerAddress:
     """Parse a multiaddr that ends in /p2p/ID; ValueError says which part is wrong."""
+    if len(text) > _ADDRESS_CHARACTERS:  # a long peer id takes seconds to be decoded
+        raise ValueError(f"{text[:40]!r}... has {len(text)} characters, at most {_ADDRESS_CHARACTERS} are allowed")
     parts = _parse(text)
     if not parts or parts[-1][0] != "p2p" or parts[-1][1] is None:
         raise ValueError(f"{text!r} does not end in /p2p/ and a peer id")
@@ -90,7 +92,7 @@ def checked_relays(addresses: Iterable[str]) -> tuple[str, ...]:
     found: dict[str, list[str]] = {}
     for text in islice(addresses, _MOST_LOOKED_AT):
         try:
-            address = parse_peer_address(text if len(text) <= _ADDRESS_CHARACTERS else "")
+            address = parse_peer_address(text)
         except ValueError:
             continue
         # A comma would smuggle a second address into the daemon's command line.
@@ -169,14 +171,21 @@ def with_ports_chosen(addresses: Sequence[str]) -> tuple[str, ...]:
 
 
 def _free_port(text: str) -> int:
-    parts = _parse(text)
-    kind = socket.SOCK_STREAM if parts[1][0] == "tcp" else socket.SOCK_DGRAM
-    with socket.socket(_FAMILIES[parts[0][0]], kind) as trial:
-        try:
-            trial.bind((parts[0][1], 0))
-        except OSError as error:
-            raise _not_here(text, error) from None
-        return int(trial.getsockname()[1])
+    (family, host), (transport, _), *_ = _parse(text)
+    try:
+        with _trial(family, transport) as trial:
+            trial.bind((host, 0))
+            return int(trial.getsockname()[1])
+    except OSError as error:
+        raise _not_here(text, error) from None
+
+
+def _trial(family: str, transport: str) -> socket.socket:
+    """Return a socket like the daemon's, which over IPv6 leaves the ports of IPv4 to others."""
+    trial = socket.socket(_FAMILIES[family], socket.SOCK_STREAM if transport == "tcp" else socket.SOCK_DGRAM)
+    if family == "ip6":
+        trial.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+    return trial
 
 
 def beyond_this_machine(addresses: Sequence[str]) -> list[str]:
@@ -218,23 +227,22 @@ def _not_here(text: str, error: OSError) -> UserError:
 
 
 def _try_port(text: str, kinds: Sequence[str], host: str, port: int) -> None:
-    kind = socket.SOCK_STREAM if kinds[1] == "tcp" else socket.SOCK_DGRAM
-    with socket.socket(_FAMILIES[kinds[0]], kind) as trial:
-        if kind == socket.SOCK_STREAM:
-            # A port whose last connection is still in TIME_WAIT is free; one that somebody listens on is not.
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with _trial(kinds[0], kinds[1]) as trial:
+            if kinds[1] == "tcp":
+                # A port whose last connection is still in TIME_WAIT is free; one that somebody listens on is not.
+                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind((host, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise UserError(
-                    f"The port {port} is taken.",
-                    why=f"another program already listens on {text}",
-                    hint="choose another port, or 0 to let the system choose one; "
-                    "if it is an earlier node of yours, stop that one first",
-                    code=Exit.PORT_TAKEN,
-                ) from None
-            raise _not_here(text, error) from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(
+                f"The port {port} is taken.",
+                why=f"another program already listens on {text}",
+                hint="choose another port, or 0 to let the system choose one; "
+                "if it is an earlier node of yours, stop that one first",
+                code=Exit.PORT_TAKEN,
+            ) from None
+        raise _not_here(text, error) from None
 
 
 def bootstrap_address(text: str) -> PeerAddress:

@@ -69,7 +69,6 @@ class DhtRecords:
         self._salt = os.urandom(16)
         self._looks = Quota(LOOKS_AT_ONCE, LOOK_REFILL_S)
         self._expiry: dict[tuple[str, str], float] = {}
-        self.unpublished = 0  # records that the DHT did not take
 
     @property
     def neighbours(self) -> int:
@@ -121,11 +120,9 @@ class DhtRecords:
         self._expiry[key, subkey] = expiry
         storing = self._store(place_of(key), subkey, msgspec.msgpack.encode(signed), expiry)
         try:
-            stored = await self._control.bounded(storing, self._wait_s)
+            return await self._control.bounded(storing, self._wait_s)
         except ConnectionError:
-            stored = False
-        self.unpublished += not stored
-        return stored
+            return False
 
     async def _store(self, place: bytes, subkey: str, packed: bytes, expiry: float) -> bool:
         """Store a record with the nodes nearest to its place; say whether one of them took it."""

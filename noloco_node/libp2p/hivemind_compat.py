@@ -41,8 +41,10 @@ from noloco_node.libp2p.short_answers import MOST_VERSIONS, Version, names, reco
 _LOADING = threading.Lock()  # a program may start two peers, each in a thread of its own
 _MOST_GHOSTS = 64
 _MOST_REFUSED = 1024
+_MOST_SPARE = 256  # peers that wait for a place in a bucket of the routing table
 _SILENT_S = 15.0  # a peer that did not answer is left out for so long
 _PLACE_BYTES = 20  # of a place in the DHT, and of the id of a node
+_PEER_BYTES = 64  # of the id of a peer, at most
 _BUCKET = 8
 """Neighbours in a bucket of the routing table, and in an answer. hivemind's 20 make each answer 0.6 kB longer."""
 
@@ -343,6 +345,11 @@ class DhtNode:
             if self._is_refused(peer_id):
                 node_id, responded = None, False  # so hivemind drops it from the table, and gives it no records to keep
             await enter(node_id, peer_id, responded)
+            if node_id is not None:
+                table = protocol.routing_table
+                spare = table.buckets[table.get_bucket_index(node_id)].replacement_nodes
+                if len(spare) > _MOST_SPARE:  # hivemind remembers everybody who ever called
+                    del table[next(iter(spare))]
 
         protocol.update_routing_table = checked
 
@@ -464,7 +471,7 @@ class _Authorizer:
             request.auth.client_access_token.public_key = _SHOW
 
     async def validate_request(self, request: Any) -> bool:
-        if not hmac.compare_digest(request.auth.signature, self._code_of(request)):
+        if not (_has_node_id(request) and hmac.compare_digest(request.auth.signature, self._code_of(request))):
             return False
         if _is_find(request) and len(request.keys) > 1:
             return False  # we ask for one key at a time, and an answer costs the holder as much work for each
@@ -506,12 +513,14 @@ class _Authorizer:
 
     async def validate_response(self, response: Any, request: Any) -> bool:
         """Restore a short answer. hivemind takes an error, or what is not good, for a missing answer."""
-        if not self._is_member(response.auth.service_access_token.signature):
+        if not (_has_node_id(response) and self._is_member(response.auth.service_access_token.signature)):
             return False
         if _is_find(request) and len(response.results) != len(request.keys):
             return False  # each result would be decompressed, to a thousand times its bytes
         for result in response.results if _is_find(request) else ():
             del result.nearest_peer_ids[MOST_NAMED:], result.nearest_node_ids[:]
+            if any(len(peer) > _PEER_BYTES for peer in result.nearest_peer_ids):
+                return False  # hivemind writes each in base 58: minutes for 100 kB
             result.nearest_node_ids.extend(_node_of(self._rules, peer) for peer in result.nearest_peer_ids)
             if result.value:
                 result.value = restored(result.value, _KNOWN.get() or {})
@@ -533,6 +542,11 @@ class _Authorizer:
         return self._rules.code("dht", name, request.auth.nonce, bare.SerializeToString(deterministic=True))
 
 
+def _has_node_id(message: Any) -> bool:
+    """Say whether the id of a node that a message says, if any, is one; else hivemind raises AssertionError."""
+    return len(message.peer.node_id) in (0, _PLACE_BYTES)
+
+
 def _is_find(request: Any) -> bool:
     return type(request).__name__ == "FindRequest"
 
@@ -552,28 +566,6 @@ def forget_ghosts(entries: Any) -> None:
     if heap is not None and len(heap) > 2 * len(entries.key_to_heap) + _MOST_GHOSTS:
         heap[:] = entries.key_to_heap.values()
         heapq.heapify(heap)
-
-
-def ignore_orphaned_waits(loop: asyncio.AbstractEventLoop) -> None:
-    """Keep asyncio from complaining about one thing: tasks that hivemind's search drops while they wait for an event.
-
-    A search starts such a task at each hop and forgets it; when the search is cut off, as all are when the daemon dies,
-    the garbage collector finds them pending, and asyncio would print a line for each on the person's screen.
-    """
-    before: Any = loop.get_exception_handler()
-    if getattr(before, "func", None) is not _complain:  # a node opens its network again after each outage
-        loop.set_exception_handler(functools.partial(_complain, before))
-
-
-def _complain(before: Callable[..., object] | None, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    task = context.get("task")
-    orphan = isinstance(task, asyncio.Task) and getattr(task.get_coro(), "__qualname__", "") == "Event.wait"
-    if orphan and "was destroyed" in context.get("message", ""):
-        return
-    if before is not None:
-        before(loop, context)
-    else:
-        loop.default_exception_handler(context)
 
 
 def load_hivemind() -> HivemindParts:
@@ -608,7 +600,7 @@ def _loaded_hivemind() -> HivemindParts:
     from hivemind.utils.multiaddr import Multiaddr
 
     use_hivemind_log_handler("nowhere")
-    logging.getLogger("hivemind").setLevel(logging.ERROR)
+    logging.getLogger("hivemind").setLevel(logging.CRITICAL)  # its errors are answers of strangers
     logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames it for the whole process
     return HivemindParts(P2P, PeerID, Multiaddr, DHTNode, DHTID, p2pd_pb2, f"{root}/hivemind_cli/p2pd")
 

@@ -45,7 +45,6 @@ from noloco_node.libp2p.hivemind_compat import (
     DaemonClient,
     PeerId,
     daemon_trouble,
-    ignore_orphaned_waits,
     load_hivemind,
 )
 from noloco_node.libp2p.reachability import preflight, preflight_goal
@@ -80,7 +79,7 @@ class Libp2pNetwork:
         self._present = asyncio.Event()
         self._service: asyncio.Task[None] | None = None
         self._deaths: deque[float] = deque(maxlen=MOST_DEATHS + 1)
-        self._died = self._rejoined = 0
+        self._died = self._rejoined = self._unpublished = 0  # daemons, peers, and records that the DHT did not take
 
     @classmethod
     @asynccontextmanager
@@ -95,7 +94,6 @@ class Libp2pNetwork:
         check_listen(settings.listen)
         check_announce(settings.announce)
         parts = load_hivemind()
-        ignore_orphaned_waits(asyncio.get_running_loop())
         switchboard = Switchboard(settings.timeouts, settings.capacity)
         with private_directory() as directory:
             secret = RunSecret(settings.run)
@@ -151,11 +149,11 @@ class Libp2pNetwork:
             raise daemon_trouble(str(error)) from None
 
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
-        try:
-            joined = await self._now()
-        except ConnectionResetError:
-            return False
-        return await joined.records.publish(key, subkey, value, lifetime_s)
+        stored = False
+        with contextlib.suppress(ConnectionResetError):
+            stored = await (await self._now()).records.publish(key, subkey, value, lifetime_s)
+        self._unpublished += not stored
+        return stored
 
     async def read(self, key: str) -> Mapping[str, bytes]:
         return await (await self._now()).records.read(key)
@@ -199,11 +197,9 @@ class Libp2pNetwork:
                 telling.cancel()
 
     def statistics(self) -> dict[str, int | float]:
-        joined = self._joined
-        records = {} if joined is None else {"publish.failed": joined.records.unpublished}
-        rejoined = self._rejoined + (0 if joined is None else joined.rejoined)
-        own = {"rejoined": rejoined, "daemon.died": self._died}
-        return self._switchboard.statistics() | records | own
+        rejoined = self._rejoined + (0 if self._joined is None else self._joined.rejoined)
+        own = {"publish.failed": self._unpublished, "rejoined": rejoined, "daemon.died": self._died}
+        return self._switchboard.statistics() | own
 
     # One daemon after another.
 

@@ -134,6 +134,7 @@ def has_our_form(record: Any) -> bool:
     """
     if (
         len(record.value) > RECORD_BYTES + _LENGTH_BYTES
+        or len(record.subkey) > _SUBKEY_BYTES + _LENGTH_BYTES
         or not 0.0 < record.expiration_time <= time.time() + RECORD_LIFETIME_S + _CLOCK_ERROR_S
     ):
         return False

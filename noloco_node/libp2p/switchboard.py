@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from noloco_node.libp2p.settings import Capacity, TimeoutSettings
 from noloco_node.libp2p.stream import ByteCounts, FrameProtocol, Stream
+from noloco_node.network.bans import public_prefix
 from noloco_node.network.calls import stop_handler
 from noloco_node.network.interface import Handler
 from noloco_node.network.schema import Schema, Violation
@@ -125,6 +126,7 @@ class Switchboard:
         self._receive_budget = ReceiveBudget(capacity.unread_bytes)
         self._traffic: dict[str, ByteCounts] = {}
         self._answering: Counter[str] = Counter()
+        self._by_prefix: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._violations: Counter[str] = Counter()
 
@@ -193,12 +195,16 @@ class Switchboard:
         elif self._answering[peer] >= self._capacity.per_peer:
             self._counts["conversations.busy"] += 1
             stream.fail(f"busy with {self._capacity.per_peer} conversations of yours")
+        elif (prefix := public_prefix(origin)) and self._by_prefix[prefix] >= self._capacity.per_prefix:
+            self._counts["conversations.busy"] += 1
+            stream.fail(f"busy with {self._capacity.per_prefix} conversations from {prefix}")
         else:
             self._counts["conversations.answered"] += 1
             self._answering[peer] += 1
+            self._by_prefix[prefix] += 1
             task = self._handlers.create_task(stream.answer(handler), name=f"{topic} for {peer}")
             self._streams[stream] = task
-            task.add_done_callback(lambda task: self._done(stream, peer, task))
+            task.add_done_callback(lambda task: self._done(stream, peer, prefix, task))
         return stream
 
     def lost(self, stream: Stream, error: ConnectionError | None) -> None:
@@ -228,11 +234,12 @@ class Switchboard:
     def _topic_traffic(self, topic: str) -> ByteCounts:
         return self._traffic.setdefault(topic, ByteCounts())
 
-    def _done(self, stream: Stream, peer: str, task: asyncio.Task[bool]) -> None:
+    def _done(self, stream: Stream, peer: str, prefix: str, task: asyncio.Task[bool]) -> None:
         # Here, and not in the task: one that is cancelled in time never runs.
         stream.discard()
         if not (task.cancelled() or task.result()):
             self._counts["conversations.failed"] += 1
-        self._answering[peer] -= 1
-        if not self._answering[peer]:
-            del self._answering[peer]
+        for counts, who in ((self._answering, peer), (self._by_prefix, prefix)):
+            counts[who] -= 1
+            if not counts[who]:
+                del counts[who]

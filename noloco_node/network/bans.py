@@ -28,7 +28,6 @@ TIMES_LONGER = 4.0  # each ban lasts so many times the one before it, unless a d
 FORGIVEN_S = 86_400.0
 MOST_KNOWN = 4096
 GOOD_S = 1800.0  # a peer is in good standing so long after its first conversation, if it has had no violation since
-MOST_AT_ONCE = 256  # conversations with one public address prefix that are answered at the same time
 
 
 class _Standing(NamedTuple):
@@ -94,7 +93,6 @@ class BanHook(NetworkHook):
     def __init__(self) -> None:
         self._bans = BanList()
         self._counts: Counter[str] = Counter()
-        self._answering: Counter[str] = Counter()  # conversations by address prefix
         self._good_since_s: OrderedDict[str, float] = OrderedDict()
         """When a conversation that each peer opened first ended without a violation; the last to talk comes last."""
 
@@ -108,16 +106,10 @@ class BanHook(NetworkHook):
 
     @contextmanager
     def answering(self, conversation: Conversation, topic: str) -> Iterator[Conversation]:
-        place = address_prefix(conversation.origin)
-        prefix = str(place) if place is not None and place.is_global else ""
+        prefix = public_prefix(conversation.origin)
         self._refuse_banned(conversation.peer)
-        if prefix:
-            if not self._is_good(conversation.peer):
-                self._refuse_banned(prefix)
-            if self._answering[prefix] >= MOST_AT_ONCE:
-                self._counts["bans.crowded"] += 1
-                raise ConnectionRefusedError(f"busy with {MOST_AT_ONCE} conversations from {prefix}")
-        self._answering[prefix] += 1
+        if prefix and not self._is_good(conversation.peer):
+            self._refuse_banned(prefix)
         served_well = True
         try:
             yield conversation
@@ -129,9 +121,6 @@ class BanHook(NetworkHook):
         finally:
             if served_well:
                 self._note_good(conversation.peer)
-            self._answering[prefix] -= 1
-            if not self._answering[prefix]:
-                del self._answering[prefix]
 
     def statistics(self) -> dict[str, int | float]:
         return dict(self._counts)
@@ -174,3 +163,9 @@ def address_prefix(origin: str) -> IPv4Network | IPv6Network | None:
     except ValueError:
         return None
     return ip_network(f"{host}/{24 if host.version == 4 else 48}", strict=False)
+
+
+def public_prefix(origin: str) -> str:
+    """Return that prefix as text; empty where the address says nothing of who comes, as within one household."""
+    place = address_prefix(origin)
+    return str(place) if place is not None and place.is_global else ""

@@ -168,7 +168,10 @@ def sweep(directory: Path) -> None:
 def make_directory(path: Path, mode: int = 0o777) -> None:
     """Make a directory and its missing parents, flushed to the disk."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
-    path.mkdir(mode=mode, parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=mode, parents=True, exist_ok=True)
+    except FileExistsError as error:  # the system's words, "File exists", do not say what is wrong with that
+        raise NotADirectoryError(errno.ENOTDIR, "this is a file, not a directory", str(path)) from error
     for each in missing:
         flush(each.parent)
 

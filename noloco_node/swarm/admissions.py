@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_hook import AdmissionHook
 from noloco_node.admission.admission_state import AdmissionState, HeldTicket
-from noloco_node.admission.owner_files import key_file, load_key, load_members, members_changed_at, public_half
+from noloco_node.admission.owner_files import TICKET, key_file, load_key, load_members, members_changed_at, public_half
 from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, decode, read_key
 from noloco_node.admission.ticket_service import Sign, TicketService, TicketSigner
 from noloco_node.errors import UserError, config_error
@@ -130,7 +130,7 @@ class HostedAdmissions:
             return b""
         members = load_members(self._run_file)
         self._read_at = changed_at
-        issued = [entry for entry in members.issued if entry.kind == "ticket"]
+        issued = [entry for entry in members.issued if entry.kind == TICKET]
         issued.sort(key=attrgetter("until"))
         self._named = {entry.key: entry.until for entry in issued}
         self._signs = {entry.key: entry.until for entry in issued if entry.may_sign}

@@ -164,14 +164,14 @@ def _malformed(why: str) -> UserError:
 
 
 class KeptInvite:
-    """Keeps an invite in a file: `own` addresses, those of the invite that we used, and some of living peers.
+    """Keeps an invite in a home: `own` addresses, those of the invite that we used, and some of living peers.
 
     Peers met before stay in it until we know living ones, so that a peer that is alone can return by them.
     """
 
-    def __init__(self, path: Path, came_by: Invite, own: Sequence[str], say: Callable[[str], None]) -> None:
-        self._file, self._came_by, self._own = atomic_file.KeptFile(path, "an invite", say), came_by, own
-        self._others: list[str] = []
+    def __init__(self, home: HomePaths, came_by: Invite, own: Sequence[str], say: Callable[[str], None]) -> None:
+        self._file, self._came_by, self._own = atomic_file.KeptFile(home.invite, "an invite", say), came_by, own
+        self._others = [str(each) for each in met_before(came_by, home)][:BESIDE]
         self._written = ""
 
     def keep(self, others: Sequence[str] = ()) -> str:

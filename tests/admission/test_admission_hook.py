@@ -10,7 +10,14 @@ from admission_keys import NOW_S, OWNER, RUN, key, member, public
 from coroutine_tests import run_by
 from sample_messages import ASKS, Ask
 
-from noloco_node.admission.admission_hook import LIST_LIFETIME_S, PATIENCE_S, SHOWN_EVERY_S, AdmissionHook
+from noloco_node.admission.admission_hook import (
+    LIST_LIFETIME_S,
+    PATIENCE_S,
+    SCHEMA,
+    SHOWN_EVERY_S,
+    TOPIC,
+    AdmissionHook,
+)
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.ticket import (
     MEMBER,
@@ -169,6 +176,25 @@ async def test_a_peer_learns_that_it_is_shut_out_though_it_reads_no_list(swarm: 
     showing.cancel()
     with pytest.raises(UserError, match="does not let us in"):
         await victim.read_all(["roster"])
+
+
+@run_by(played, gives=1)
+async def test_a_peer_that_never_answers_about_a_ticket_is_not_waited_for(swarm: Swarm) -> None:
+    """Neither before a conversation, nor within one where our ticket has changed."""
+    server, caller = await swarm.server(1), swarm.network(2, member(2))
+    async with caller.talk(server.peer_id, "gossip/0", ASKS) as conversation:
+
+        async def never(conversation: Conversation) -> None:
+            await conversation.receive()
+            await asyncio.sleep(10**6)
+
+        await swarm.hooks[server.peer_id]._network.serve(TOPIC, SCHEMA, never)
+        swarm.hooks[caller.peer_id].held.raw = member(2, until=NOW_S + 10**7)
+        with pytest.raises(ConnectionError):
+            await conversation.send(Ask(text="hello"))
+    with pytest.raises(ConnectionError):
+        await asked(caller, server, "gossip/0")
+    assert asyncio.get_running_loop().time() < 3 * PATIENCE_S
 
 
 @run_by(played, gives=1)

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from admission_keys import public
+from admission_keys import key, public
 from typer.testing import CliRunner
 
 from noloco_node.admission.admission_state import AdmissionState
@@ -29,8 +29,8 @@ from noloco_node.admission.owner_files import (
     save_members,
     with_revoked,
 )
-from noloco_node.admission.ticket import MEMBER, MOST_REVOKED, Right, encode, peer_of
-from noloco_node.admission.ticket_service import OPEN_DAYS
+from noloco_node.admission.ticket import MEMBER, MOST_REVOKED, Right, encode, encode_list, peer_of, signed_list
+from noloco_node.admission.ticket_service import OPEN_DAYS, TicketSigner
 from noloco_node.cli.main import app
 from noloco_node.cli.members import MemberOptions, confirmation
 from noloco_node.errors import Exit, UserError
@@ -126,6 +126,26 @@ def test_a_peer_that_no_entry_names_is_out_for_as_long_as_it_may_have_a_ticket(
     assert left_s == pytest.approx(days * 86400, abs=60)
 
 
+@pytest.mark.parametrize("by", ["invite", "delegate"])
+def test_a_named_peer_is_out_for_as_long_as_it_may_have_another_ticket(tmp_path: Path, by: str) -> None:
+    """It has come by a single-use invite, or by a delegate, before the owner named it for a shorter time."""
+    owner, days = Owner(tmp_path, "invited"), ("--days", "20000")
+    digest, other = owner.recipe.digest, key(2)
+    if by == "invite":
+        invite = owner.invited(*days)
+        assert invite.credential is not None
+        ticket = invite.credential.ticket(digest, PEER, MEMBER, 0.0, None)
+    else:
+        invite = owner.invited(OTHER, "--may-sign", *days)
+        assert invite.credential is not None
+        ticket = TicketSigner(other, invite.credential.chain).ticket(digest, PEER, MEMBER, 2**40)
+    assert ticket is not None
+    assert owner.state().show(PEER, ticket) == ""
+    owner.invited(PEER, "--days", "7")
+    owner.members("revoke", PEER)
+    assert "shut it out" in owner.state().show(PEER, ticket)
+
+
 def test_the_list_says_what_has_expired(tmp_path: Path) -> None:
     owner = Owner(tmp_path, "listed")
     entry = IssuedEntry(key=public(1).hex(), kind="ticket", until=int(time.time()))
@@ -172,25 +192,31 @@ def test_without_a_bootstrap_peer_a_revocation_is_not_confirmed(
     assert re.search(r"not confirmed: no bootstrap peer was named[^$]*try: .*--invite", said)
 
 
-@pytest.mark.parametrize("reaches", [True, False])
-def test_a_bootstrap_peer_that_is_handed_the_list_confirms_it(tmp_path: Path, *, reaches: bool) -> None:
+@pytest.mark.parametrize("known", ["nobody", "nothing", "a later list"])
+def test_a_bootstrap_peer_that_is_handed_the_list_confirms_it(tmp_path: Path, known: str) -> None:
+    """One that has a later list takes no other: the owner works on an old copy of run.members."""
     owner, door = Owner(tmp_path, "listed"), peer_of(public(9))
     owner.members("ban", PEER)
 
     async def main() -> str:
         hub = SimNetwork()
         hosted = HostedAdmissions(owner.recipe, owner.run, tmp_path / "identity.key", None)
-        if reaches:
+        if known != "nobody":
             network = await hosted.admitted(hub.network(door))
             await network.serve(TOPIC, SCHEMA, owner.recipe.serve)
+        if known == "a later list":
+            assert hosted._state.take_revocations(
+                encode_list(signed_list(load_key(owner.run), hosted._state.run, 7, {}))
+            )
         base = invites.parse(invites.format(owner.recipe.digest, [f"/ip4/192.0.2.1/tcp/4001/p2p/{door}"]))
         access = RunAccess(base, Right.LOOK, None, owner_key=load_key(owner.run))
         access.pin(owner.recipe.run)
         return await confirmation(access, hub.network(peer_of(public(8))), MemberOptions(run=owner.run))
 
     said = asyncio.run(main())
-    assert ("confirmed: a bootstrap peer has taken list number 1" in said) == reaches
-    assert said.startswith("not confirmed: ") != reaches
+    assert ("confirmed: a bootstrap peer has taken list number 1" in said) == (known == "nothing")
+    assert said.startswith("not confirmed: ") != (known == "nothing")
+    assert ("has list number 7, later than yours" in said) == (known == "a later list")
 
 
 def test_an_invitation_is_revoked_by_what_the_list_shows(tmp_path: Path) -> None:
@@ -246,7 +272,13 @@ def test_a_peer_that_is_shut_out_is_invited_when_that_is_over(tmp_path: Path) ->
     owner.invited(PEER)
 
 
-@pytest.mark.parametrize("content", [b"{", b'{"number": "one"}', b"\xff"])
+REVOKED = b'{"revoked": {"%s": %d}}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"{", b"\xff", b'{"number": "one"}', b'{"number": -1}', REVOKED % (b"f" * 64, 10**18), REVOKED % (b"g" * 64, 0)],
+)
 def test_a_damaged_list_is_an_error_and_stays_as_it_is(tmp_path: Path, content: bytes) -> None:
     """Taken for an empty one, it would let in again who was shut out."""
     owner = Owner(tmp_path, "open")

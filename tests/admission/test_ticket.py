@@ -13,6 +13,7 @@ from noloco_node.admission.ticket import (
     Chain,
     InviteCredential,
     Right,
+    _decoded_key,
     decode,
     encode,
     extended,
@@ -96,6 +97,13 @@ def test_a_ticket_lasts_no_longer_than_what_it_depends_on(untils: list[int]) -> 
     facts = facts_of(extended((first,), key(1), RUN, MEMBER, untils[1], public(2)), OWNER, RUN)
     assert facts is not None
     assert facts.until == min(untils)
+
+
+@pytest.mark.parametrize("text", ["1" * 65, "a" * 2**20, "/", ""])
+def test_what_is_no_peer_id_by_its_form_is_not_kept_in_memory(text: str) -> None:
+    before = _decoded_key.cache_info().currsize
+    assert key_of(text) is None
+    assert _decoded_key.cache_info().currsize == before
 
 
 @given(st.binary(min_size=32, max_size=32))

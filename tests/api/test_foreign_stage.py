@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -197,6 +198,16 @@ def test_a_run_file_lists_the_first_of_very_many_frozen_parameters(tmp_path: Pat
     with pytest.raises(UserError) as refused:
         check_frozen(run, module(700))
     assert "frozen parameter 701.weight has other values" in refused.value.why
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_what_is_no_optimiser_or_no_module_is_refused_in_words(*, swapped: bool) -> None:
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    wrong: Any = (module, optimizer) if swapped else (optimizer, list(module.parameters()))
+    with pytest.raises(UserError, match="takes an optimiser of torch and a module, in this order") as refused:
+        noloco_node.GossipOptimizer(*wrong, "invite")
+    assert type(wrong[1]).__name__ in refused.value.why
 
 
 def test_a_parameter_that_the_optimiser_lacks_is_named() -> None:

@@ -48,6 +48,15 @@ def record(peer: str) -> PeerRecord:
     )
 
 
+def test_a_narrow_terminal_shows_fewer_figures_and_folds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    shown = picture(recipe(), Roster(stages=((record("abcdefgh"),), ())), {"12D3KooWabcdefgh": 17.3})
+    assert max(map(len, shown.splitlines())) <= 60
+    (row,) = (line for line in shown.splitlines() if "catching up" in line)
+    assert all(figure in row for figure in ("abcdefgh", "123456", "12345", "10.123", "123,456"))
+    assert "device time" not in shown
+
+
 def test_everything_is_shown_within_eighty_columns() -> None:
     shown = picture(recipe(), Roster(stages=((record("abcdefgh"),), ())), {"12D3KooWabcdefgh": 17.3})
     assert max(map(len, shown.splitlines())) <= 80

@@ -11,11 +11,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from admission_keys import NOW_S, OWNER, RUN, key, public
 from handlers import now
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +26,8 @@ from msgspec import structs
 from processes import Commands
 from typer.testing import CliRunner
 
-from noloco_node.admission.ticket import peer_of_file
+from noloco_node.admission.admission_state import AdmissionState
+from noloco_node.admission.ticket import KEY_HEADER, encode_list, peer_of_file, signed_list
 from noloco_node.cli.main import app
 from noloco_node.doctor import command, machine_checks
 from noloco_node.doctor.machine_checks import Finding, Grade, Need, exit_code, line, verdict
@@ -345,6 +348,21 @@ async def test_a_swarm_that_cannot_be_visited_is_a_finding(monkeypatch: pytest.M
     found, _ = await command._visit(Invite(digest="0" * 64, addresses=()), command.DoctorRequest(home=Path("home")))
     assert [finding.grade for finding in found] == [Grade.DOUBTFUL, Grade.BAD]
     assert "serves the run" in found[1].says
+
+
+@given(st.booleans(), st.booleans(), st.booleans())
+def test_an_identity_that_the_owner_has_shut_out_prevents_joining(
+    has_owner: bool, has_home: bool, is_out: bool
+) -> None:
+    """The doctor itself is let in: it visits with a passing identity."""
+    state = AdmissionState(RUN, lambda: float(NOW_S))
+    state.pin(OWNER, "open")
+    state.take_revocations(encode_list(signed_list(key(0), RUN, 1, {public(7 if is_out else 8): NOW_S + 9})))
+    with TemporaryDirectory() as directory:
+        if has_home:
+            (Path(directory) / "identity.key").write_bytes(KEY_HEADER + (7).to_bytes(32) + public(7))
+        found = command.shut_out(state if has_owner else None, Path(directory))
+    assert [each.grade for each in found] == [Grade.BAD] * (has_owner and has_home and is_out)
 
 
 async def test_peers_that_do_not_answer_say_nothing_about_our_reach() -> None:

@@ -30,7 +30,7 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.export import exporter, replica_files
 from noloco_node.export.continue_run import continuing_text
 from noloco_node.export.exporter import export, merge_files, of_homes
-from noloco_node.export.replica_files import ReplicaReader, in_home, newest
+from noloco_node.export.replica_files import ReplicaReader, in_home, newest, under_other_ids
 from noloco_node.export.sources import model_in, read_provenance, recipe_of
 from noloco_node.inference import evaluation
 from noloco_node.inference.evaluation import _text, evaluate
@@ -149,6 +149,26 @@ def test_each_run_of_a_home_is_exported_from_its_own_directory(tmp_path: Path) -
         (found,) = of_homes([place], recipe)
         assert found.counters == kept.counters
     assert of_homes([other.path], recipe) == []
+
+
+def test_weights_of_a_run_under_another_id_are_named(tmp_path: Path) -> None:
+    """Another version of the program gave the same run file another id: nothing else says where that work lies."""
+    made, home = Homes(tmp_path), tmp_path / "a"
+    recipe = made.recipe
+    with Home.open(home) as opened:
+        opened.keep_run_file(recipe.text)
+        paths = opened.enter("b" * 64)
+        paths.keep_run_file(recipe.text)
+        assert list(under_other_ids(home, recipe.digest)) == []
+        tensors = made.checkpoint(0, "a", made.weights(0)).tensors
+        save(paths.checkpoint, Checkpoint(counters(run_id="b" * 64, stage=0, peer="a"), tensors))
+    for place in (home, paths.path):
+        (line,) = under_other_ids(place, recipe.digest)
+        assert line.startswith(f"{paths.path} holds weights of this run under another id")
+    save(home / "runs" / recipe.digest[:32] / "checkpoint", made.checkpoint(0, "a", made.weights(0)))
+    assert len(list(under_other_ids(home, recipe.digest))) == 1
+    paths.run_file.write_text(recipe.text.replace('name = "', 'name = "another-'))
+    assert list(under_other_ids(home, recipe.digest)) == []
 
 
 def test_a_stage_is_found_in_a_snapshot_alone(tmp_path: Path) -> None:

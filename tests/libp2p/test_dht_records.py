@@ -27,6 +27,7 @@ from noloco_node.libp2p.record_checks import (
     Signer,
     chosen,
     content_of,
+    has_our_form,
     keep_believed,
     place_of,
     read_signer,
@@ -116,6 +117,13 @@ def test_a_record_that_may_not_be_looked_at_counts_as_none_however_well_it_is_kn
 @given(st.text(max_size=80))
 def test_what_is_no_peer_id_signs_nothing(name: str) -> None:
     assert content_of(PLACE, name, 7.0, bytes(200)) is None
+
+
+@pytest.mark.parametrize("size", [1, 128, 134, 2**20])
+def test_no_record_has_a_long_subkey(size: int) -> None:
+    subkey, value = map(msgspec.msgpack.encode, ("s" * size, bytes(200)))
+    record = SimpleNamespace(key=PLACE, subkey=subkey, value=value, expiration_time=time.time() + RECORD_S)
+    assert has_our_form(record) == (size <= 128)
 
 
 @given(st.text(max_size=300))

@@ -42,7 +42,6 @@ from noloco_node.libp2p.daemon import (
     remove_stale,
     restart_pause_s,
 )
-from noloco_node.libp2p.hivemind_compat import ignore_orphaned_waits
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.reachability import DialBackReply, DialMe
 from noloco_node.libp2p.relays import Grant
@@ -632,31 +631,3 @@ def test_hivemind_is_loaded_once_and_without_torch_by_two_threads_at_once() -> N
         "assert not {'torch', 'scipy', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
-
-
-@on_both_loops
-def test_only_hivemind_s_forgotten_searches_are_overlooked(
-    loop: Callable[[], asyncio.AbstractEventLoop],
-) -> None:
-    async def main() -> None:
-        told: list[str] = []
-        running = asyncio.get_running_loop()
-        running.set_exception_handler(lambda _, context: told.append(context["message"]))
-        ignore_orphaned_waits(running)
-
-        async def ours() -> None:
-            await asyncio.get_running_loop().create_future()
-
-        async def forget(waiting: Coroutine[Any, Any, Any]) -> None:
-            task = asyncio.create_task(waiting)
-            await asyncio.sleep(0)
-            del task
-
-        await forget(asyncio.Event().wait())
-        gc.collect()
-        assert told == []
-        await forget(ours())
-        gc.collect()
-        assert told == ["Task was destroyed but it is pending!"]
-
-    run(main(), loop)

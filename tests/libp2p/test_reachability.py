@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -261,6 +262,11 @@ WAYS = st.sampled_from(["/tcp/4001", "/tcp/4001/ws", "/udp/4001/quic-v1"])
 STRANGE_WAYS = st.sampled_from(["", "/memory/1", "/tcp/4001/http-path/x", "/tcp/4001/noise", "/udp/1/webrtc-direct"])
 
 
+def test_no_long_address_is_decoded() -> None:
+    with pytest.raises(ValueError, match=r"has 79\d\d characters, at most 256 are allowed"):
+        parse_peer_address(f"/ip4/198.51.100.1/tcp/1/p2p/{'z' * 7900}")
+
+
 @given(HOSTS | STRANGE_HOSTS, WAYS | STRANGE_WAYS)
 def test_no_relay_of_a_stranger_keeps_our_daemon_from_starting(host: str, way: str) -> None:
     """The daemon ends at once where it cannot read one of the addresses that it is given."""
@@ -328,6 +334,25 @@ def test_open_ports_are_chosen_and_given_ones_kept() -> None:
     free, kept = with_ports_chosen(("/ip4/127.0.0.1/tcp/0", "/ip4/127.0.0.1/udp/4001/quic-v1"))
     assert port_of(free) > 0
     assert kept == "/ip4/127.0.0.1/udp/4001/quic-v1"
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
+@pytest.mark.parametrize("form", ["/ip6/::/tcp/{}", "/ip6/::/udp/{}/quic-v1"])
+def test_a_port_that_others_have_over_ipv4_is_free_over_ipv6(form: str) -> None:
+    with socket.socket(type=socket.SOCK_STREAM if "tcp" in form else socket.SOCK_DGRAM) as other:
+        other.bind(("0.0.0.0", 0))
+        check_listen([form.format(other.getsockname()[1])])
+
+
+def test_a_machine_without_ipv6_is_told_where_it_can_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(*_: object) -> None:
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    monkeypatch.setattr("noloco_node.libp2p.addresses.socket.socket", without)
+    for listen in (check_listen, with_ports_chosen):
+        with pytest.raises(UserError, match="cannot listen there: Address family") as trouble:
+            listen([f"/ip6/::/tcp/{0 if listen is with_ports_chosen else 4001}"])
+        assert trouble.value.code is Exit.CONFIG
 
 
 def test_over_udp_only_what_the_daemon_speaks() -> None:

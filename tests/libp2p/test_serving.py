@@ -77,6 +77,25 @@ async def test_a_daemon_that_cannot_be_told_ends_the_node_with_its_code(
         assert caught.value.why == str(fails)
 
 
+async def test_records_that_nobody_took_are_counted_whichever_daemon_there_is() -> None:
+    async def refuse(*_: object) -> bool:
+        return False
+
+    async def take(*_: object) -> bool:
+        return True
+
+    async with network(Daemon(None, dead=False)) as made:
+        for publish in (refuse, take, refuse):
+            joined: Any = SimpleNamespace(
+                daemon=SimpleNamespace(died=asyncio.Future()), records=SimpleNamespace(publish=publish), rejoined=0
+            )
+            made._joined = joined
+            assert await made.publish("key", "subkey", b"value", 60.0) == (publish is take)
+        made._joined = None
+        assert not await made.publish("key", "subkey", b"value", 60.0)
+        assert made.statistics()["publish.failed"] == 3
+
+
 async def test_so_does_a_daemon_that_does_not_come_back() -> None:
     async with network(None) as made:
         with pytest.raises(UserError) as caught:

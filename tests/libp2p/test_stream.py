@@ -120,8 +120,8 @@ class Pipe(asyncio.Transport):
         return sum(map(len, self.unsent))
 
 
-def answered(board: Switchboard, transport: asyncio.Transport, peer: str) -> None:
-    board.answer(transport, peer, "work")
+def answered(board: Switchboard, transport: asyncio.Transport, peer: str, origin: str = "") -> None:
+    board.answer(transport, peer, "work", origin)
 
 
 class Line:
@@ -138,10 +138,10 @@ class Line:
         self.written: list[tuple[float, int]] = []
         """What callers wrote: when, and how many bytes."""
 
-    def call(self, name: str = "a") -> Stream:
+    def call(self, name: str = "a", origin: str = "") -> Stream:
         calls: list[Stream] = []
         calling = StreamOpening(lambda transport, _: calls.append(self.a.call(transport, "b", "work", SCHEMA)))
-        called = StreamOpening(lambda transport, _: answered(self.b, transport, name))
+        called = StreamOpening(lambda transport, _: answered(self.b, transport, name, origin))
         near, far = Pipe(calling, self.rate, self.written), Pipe(called, self.rate, [])
         near.other, far.other = far, near
         near.step_s = far.step_s = self.step_s
@@ -544,6 +544,29 @@ def test_a_peer_that_takes_nothing_keeps_no_socket_of_a_stream_that_is_over(
                 await gone.wait()
 
     asyncio.run(main())
+
+
+@run_by(scene, echo, gives=1, capacity=Capacity(per_prefix=3))
+async def test_many_names_of_one_place_leave_room_to_others_whatever_the_topic(line: Line) -> None:
+    """Peers of one household, or of one machine, come from an address that says nothing of them."""
+    crowd = [line.call(f"name {number}", f"/ip4/8.8.8.{number}/tcp/1") for number in range(4)]
+    with pytest.raises(ConnectionResetError, match=r"busy with 3 conversations from 8\.8\.8\.0/24"):
+        await crowd[3].receive()
+    elsewhere = (
+        "/ip4/8.8.9.1/tcp/1",
+        "/ip4/8.8.8.1/tcp/1/p2p/x/p2p-circuit",
+        *["/ip4/192.168.1.7/tcp/1"] * 4,
+        *[""] * 4,
+    )
+    for number, origin in enumerate(elsewhere):
+        other = line.call(f"other {number}", origin)
+        await other.send(Ask(text="hello"))
+        assert (await other.receive()).text == "hello"
+    crowd[0].break_off(ConnectionResetError("enough"))
+    await asyncio.sleep(1)
+    another = line.call("name 3", "/ip4/8.8.8.3/tcp/1")
+    await another.send(Ask(text="room?"))
+    assert (await another.receive()).text == "room?"
 
 
 @run_by(scene, echo, gives=1, capacity=Capacity(conversations=4, per_peer=1))

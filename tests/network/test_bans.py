@@ -16,7 +16,6 @@ from noloco_node.network.bans import (
     GOOD_S,
     HALF_LIFE_S,
     LONGEST_BAN_S,
-    MOST_AT_ONCE,
     MOST_KNOWN,
     MOST_OF_PREFIX,
     MOST_VIOLATIONS,
@@ -158,21 +157,7 @@ def calls(hook: BanHook, peer: str, origin: str) -> ExitStack:
     return answered
 
 
-CROWD = [f"/ip4/8.8.8.{number % 256}/tcp/{number}" for number in range(MOST_AT_ONCE)]
 ELSEWHERE = ["/ip4/8.8.9.1/tcp/1", "/ip6/2001:4860:4860::8888/tcp/1", "/ip4/8.8.8.1/tcp/1/p2p/x/p2p-circuit", ""]
-
-
-async def test_one_place_has_so_many_conversations_at_once_and_others_have_theirs() -> None:
-    hook = BanHook()
-    under_way = [calls(hook, f"peer{number}", origin) for number, origin in enumerate(CROWD)]
-    with pytest.raises(ConnectionRefusedError, match=r"busy with 256 conversations from 8\.8\.8\.0/24"):
-        calls(hook, "one more", CROWD[0])
-    # Peers of one household, or of one machine, come from an address that says nothing of them.
-    for origin in (*ELSEWHERE, *["/ip4/192.168.1.7/tcp/1"] * (MOST_AT_ONCE + 1)):
-        calls(hook, "another", origin)
-    under_way.pop().close()
-    with calls(hook, "one more", CROWD[0]):
-        assert hook.statistics()["bans.crowded"] == 1
 
 
 async def test_many_identities_of_one_place_are_shut_out_together() -> None:

@@ -191,6 +191,17 @@ def test_other_runs_may_be_removed_while_they_are_counted(tmp_path: Path, monkey
         assert paths.other_runs() == (0, 0)
 
 
+@pytest.mark.parametrize("below", ["", "deeper"])
+def test_a_home_at_the_place_of_a_file_is_refused_in_words(tmp_path: Path, below: str) -> None:
+    place = tmp_path / "run.toml"
+    place.touch()
+    with pytest.raises(UserError, match="cannot use the home") as caught:
+        Home.open(place / below)
+    assert caught.value.code is Exit.STORAGE
+    assert "ot a directory" in caught.value.why
+    assert "File exists" not in caught.value.why
+
+
 def test_a_disk_that_refuses_the_directory_of_a_run_is_trouble(tmp_path: Path) -> None:
     with Home.open(tmp_path) as home:
         (home.path / "runs").touch()

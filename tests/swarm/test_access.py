@@ -186,6 +186,16 @@ async def test_whoever_is_shut_out_is_told_so() -> None:
     assert "shut you out" in caught.value.why
 
 
+async def test_a_visitor_whose_clock_is_hours_behind_is_told_so() -> None:
+    """By that clock it signs a ticket to look which has expired for others: another invite would not help."""
+    owned, seed = await opened("invited"), key(7)
+    link = grant(key(0), owned.digest, MEMBER | Right.ONCE, NOW_S + 10**6, public(7))
+    parsed = owned.access(InviteCredential((link,), seed.private_bytes_raw()), Right.LOOK).invite
+    with pytest.raises(UserError, match="does not let us in") as caught:
+        await owned.enter(PEER, RunAccess(parsed, Right.LOOK, None, lambda: owned.now_s() - 3 * LOOK_S))
+    assert "is this machine's clock right?" in caught.value.why
+
+
 async def test_a_door_that_signs_and_refuses_again_and_again_ends_the_attempt() -> None:
     owned, shown = OwnedRun("open"), list[bytes]()
     door = owned.hub.network(owned.door)

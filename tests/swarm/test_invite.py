@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.addresses import PeerAddress, check_announce, check_listen, parse_peer_address
 from noloco_node.network.wire import WIRE_VERSION
+from noloco_node.storage.home import HomePaths
 from noloco_node.swarm import invite
 from noloco_node.swarm.invite import SCHEME, KeptInvite, from_where
 
@@ -83,7 +84,7 @@ def test_what_strangers_say_of_themselves_breaks_no_invite(tmp_path: Path) -> No
 def test_a_home_keeps_an_invite_and_says_once_that_it_cannot(tmp_path: Path) -> None:
     said: list[str] = []
     came_by = invite.parse(invite.format(DIGEST, ADDRESSES[:1]))
-    kept = KeptInvite(tmp_path / "invite", came_by, ADDRESSES[1:2], said.append)
+    kept = KeptInvite(HomePaths(tmp_path), came_by, ADDRESSES[1:2], said.append)
     assert kept.keep() == invite.format(DIGEST, ADDRESSES[1::-1])
     assert kept.keep(ADDRESSES[2:3]) == invite.found(None, tmp_path)
     assert [str(each) for each in invite.parse(invite.found(None, tmp_path)).addresses] == [
@@ -94,10 +95,19 @@ def test_a_home_keeps_an_invite_and_says_once_that_it_cannot(tmp_path: Path) -> 
     assert kept.keep(["nonsense"]) == invite.found(None, tmp_path), (
         "nor does what a stranger says of itself replace them"
     )
-    refused = KeptInvite(tmp_path / "nowhere" / "invite", came_by, (), said.append)
+    refused = KeptInvite(HomePaths(tmp_path / "nowhere"), came_by, (), said.append)
     refused.keep()
     refused.keep(ADDRESSES[2:3])
     assert len(said) == 1
+
+
+def test_a_home_that_comes_back_by_peers_that_it_met_keeps_the_way_to_them(tmp_path: Path) -> None:
+    """The invite that it was given may have led nowhere: a port with a wrong digit."""
+    KeptInvite(HomePaths(tmp_path), invite.parse(invite.format(DIGEST, ADDRESSES[:1])), (), print).keep()
+    wrong = invite.parse(invite.format(DIGEST, ADDRESSES[2:3]))
+    KeptInvite(HomePaths(tmp_path), wrong, ADDRESSES[1:2], print).keep()
+    kept = [str(each) for each in invite.parse(invite.found(None, tmp_path)).addresses]
+    assert kept == [ADDRESSES[1], ADDRESSES[2], ADDRESSES[0]]
 
 
 def test_an_invite_says_from_where_it_can_be_used() -> None:

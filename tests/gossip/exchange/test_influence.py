@@ -24,6 +24,7 @@ from gossip.exchange.swap import (
     REFUSE,
     SELF_DOUBT,
     TYPICAL,
+    TYPICAL_LENGTH,
     VOICES,
     Deviation,
     InfluenceBound,
@@ -75,7 +76,7 @@ def step_of(slow: Tensors, fast: Tensors, sides: Sides) -> Tensors:
 @given(seed=st.integers(0, 2**31), distances=st.lists(honest, min_size=1, max_size=20))
 def test_an_honest_partner_is_never_altered(seed: int, distances: list[float]) -> None:
     """The step is what it was without a bound, to the bit."""
-    bound, slow = InfluenceBound(), draw(seed, 10.0)
+    bound, slow = InfluenceBound(), draw(seed, 50.0)
     fast = plus(slow, draw(seed + 1, 1.0))
     for number, distance in enumerate(distances):
         theirs = plus(fast, draw(seed + 2 + number, distance))
@@ -332,6 +333,38 @@ def test_a_replica_that_is_behind_blames_nobody_for_the_distance_until_it_has_me
 def test_a_partner_that_is_where_we_are_counts_whole() -> None:
     bound = InfluenceBound()
     assert bound.share("a", at(1.0)) == bound.share("a", at(0.0)) == 1.0
+
+
+@quick
+@given(times=st.floats(0.3, 10.0), seed=st.integers(0, 2**31), before=st.integers(0, 8))
+def test_longer_or_shorter_weights_count_in_part(times: float, seed: int, before: int) -> None:
+    """Beside honest partners; the mean is never drawn farther along our weights than the bound says."""
+    bound, slow = InfluenceBound(), draw(seed, 10.0)
+    fast = plus(slow, draw(seed + 1, 4.0))
+    for number in range(before):
+        bound.share(f"p{number % 3}", at(1.0, longer=0.003))
+    coded = encode(Format.FLOAT32, tuple(tensor * times for tensor in fast)).coded
+    deviation = measured(coded, slow, fast)
+    assert deviation.longer == pytest.approx(times - 1.0, abs=1e-5)
+    with contextlib.suppress(Implausible):
+        assert bound.share("liar", deviation) * abs(deviation.longer) <= CLIP * TYPICAL_LENGTH * 1.001
+
+
+def test_where_most_partners_are_longer_they_count_whole_and_an_only_one_does() -> None:
+    bound, longer = InfluenceBound(), at(1.0, longer=0.2)
+    shares = [bound.share(f"p{number % 3}", longer) for number in range(12)]
+    assert shares[0] == pytest.approx(0.1)
+    assert set(shares[4:]) == {1.0}
+    assert InfluenceBound().share("p", longer, only=True) == 1.0
+    assert InfluenceBound(from_zero=True).share("p", longer) == 1.0
+
+
+def test_a_replica_that_doubts_itself_before_it_has_met_anybody_measures_the_next_one() -> None:
+    bound = InfluenceBound()
+    for _ in range(SELF_DOUBT):
+        with pytest.raises(ConnectionAbortedError):
+            bound.check_adopted(at(1.0, direction=-1.0))
+    assert bound.share("p", at(1.0)) == 1.0
 
 
 @quick
