@@ -166,11 +166,12 @@ class CallRules(NamedTuple):
     """Which calls in the DHT are answered: those that carry a code of their content, which follows from the run's id.
 
     `code`: makes one of a purpose and parts. `admission`: in a run with an owner, the tickets that callers show and our
-    own, which goes along with our calls.
+    own, which goes along with our calls. `may_send`: whether the caller may read so many bytes of records.
     """
 
     code: Callable[..., bytes]
     admission: AdmissionState | None = None
+    may_send: Callable[[int], bool] = lambda _: True
 
 
 def _node_of(rules: CallRules, peer: bytes) -> bytes:
@@ -509,6 +510,8 @@ class _Authorizer:
                 continue
             result.ClearField("nearest_peer_ids")
             if result.value:
+                if not self._rules.may_send(len(result.value)):
+                    raise PermissionError("this caller has read its share of records")
                 result.value = shortened(result.value, request.auth.nonce, reads[len(_READS) :])
 
     async def validate_response(self, response: Any, request: Any) -> bool:

@@ -49,8 +49,8 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def peers(self) -> list[str]:
-        """The bootstrap peers, once for each of their addresses."""
-        return [address.peer for address in self.addresses]
+        """The bootstrap peers, each once, however many addresses it has."""
+        return list(dict.fromkeys(address.peer for address in self.addresses))
 
     def __str__(self) -> str:
         places = self.digest + "@" + ",".join(map(str, self.addresses))

@@ -579,6 +579,28 @@ def test_an_answer_has_what_was_asked_for(kept: bytes, reads: bool) -> None:
     assert not told.value or dict(MSGPackSerializer.loads(told.value).items())["peer"].value == kept
 
 
+@given(st.binary(min_size=1, max_size=200), st.integers(0, 300), st.booleans())
+def test_a_caller_that_has_read_its_share_is_answered_by_an_error(kept: bytes, left: int, reads: bool) -> None:
+    """Which it takes for silence. A peer that asks for nodes has no records, and is not charged."""
+    value = _packed(0x50, float("inf"), 1e10, [("peer", kept, 1e10)])
+    code: Any = lambda *parts: hashlib.sha256(repr(parts).encode()).digest()  # noqa: E731
+    authorizer = _Authorizer(CallRules(code, None, lambda size: size <= left))
+    request = inside("proto.dht_pb2:FindRequest")(keys=[b"p" * 20])
+    response = inside("proto.dht_pb2:FindResponse")(results=[inside("proto.dht_pb2:FindResult")(type=2, value=value)])
+
+    async def main() -> bool:
+        if reads:
+            _KNOWN.set({})
+        await authorizer.sign_request(request, None)
+        try:
+            await authorizer.sign_response(response, request)
+        except PermissionError:
+            return False
+        return True
+
+    assert asyncio.run(main()) == (not reads or len(value) <= left)
+
+
 def test_a_place_has_as_many_bytes_as_hivemind_s_id() -> None:
     assert inside("dht.routing:DHTID").HASH_NBYTES == _PLACE_BYTES
 

@@ -185,6 +185,13 @@ def test_any_text_is_an_invite_or_trouble(text: str) -> None:
             assert invite.parse(str(parsed)) == parsed
 
 
+@given(st.lists(st.sampled_from(ADDRESSES), min_size=1))
+def test_each_bootstrap_peer_is_asked_once_however_many_addresses_it_has(addresses: list[str]) -> None:
+    """Asked for the time by each address, one wrong clock outvotes two right ones."""
+    parsed = invite.parse(invite.format(DIGEST, addresses))
+    assert parsed.peers == [*dict.fromkeys(each.rpartition("/")[2] for each in addresses)]
+
+
 def test_a_home_knows_others_of_the_same_run(tmp_path: Path) -> None:
     parsed = invite.parse(invite.format(DIGEST, ADDRESSES[:1]))
     assert invite.kept_addresses(parsed, tmp_path) == []
