@@ -339,7 +339,7 @@ def test_a_delegate_may_sign(tmp_path: Path) -> None:
     [
         ("listed", ("invite", "--invite", "BASE"), "peers that are named"),
         ("open", ("invite", PEER), "needs addresses"),
-        ("open", ("invite", "nobody", "--invite", "BASE"), "no peer id"),
+        ("open", ("invite", "nobody", "--invite", "BASE"), "no peer id[^$]*a peer's key makes"),
         ("open", ("invite", "--may-sign", "--invite", "BASE"), "needs a peer id"),
         ("open", ("revoke",), "Which peer"),
         ("open", ("revoke", "0123456789ab"), "No key[^$]*first six or more digits"),
