@@ -267,7 +267,7 @@ class _Participant:
 
     def _asked(self, network: PeerNetwork) -> list[str]:
         """Return the peers of the invite without ourselves, since the invite may be our own."""
-        return list(dict.fromkeys(each.peer for each in self.access.invite.addresses if each.peer != network.peer_id))
+        return [each for each in self.access.invite.peers if each != network.peer_id]
 
     async def _fetch_run(self, network: PeerNetwork) -> tuple[RunFileText, Machine]:
         from noloco_node.cli.host_machine import MachineRequest

@@ -239,7 +239,7 @@ async def confirmation(access: RunAccess, network: PeerNetwork, options: MemberO
     await access.enter(network)
     assert access.admission is not None
     reasons: list[str] = []
-    for peer in dict.fromkeys(access.invite.peers):
+    for peer in access.invite.peers:
         try:
             number = await access.admission.list_known_to(peer)
         except (ConnectionError, PermissionError) as error:

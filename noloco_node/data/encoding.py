@@ -131,15 +131,21 @@ def _loaded(data: DataConfig) -> Any:
             why="without data.tokenizer_commit it is a local directory",
             hint='"byt5", an existing directory, or owner/name with tokenizer_commit',
         )
+    name, place = data.tokenizer, dict[str, Any](revision=data.tokenizer_commit)
+    hint = "check data.tokenizer and its commit, and the network"
+    if data.tokenizer_commit is None:
+        name, place = str(directory), dict[str, Any](local_files_only=True)
+        hint = "a directory with all of the tokenizer's files, such as tokenizer.json and tokenizer_config.json"
     try:
-        if data.tokenizer_commit is None:
-            return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-        return AutoTokenizer.from_pretrained(data.tokenizer, revision=data.tokenizer_commit, trust_remote_code=False)
+        found = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **place)
+        if found.get_vocab().keys() <= set(found.all_special_tokens):  # which the library makes up where no file is
+            raise ValueError("its files hold no vocabulary, or are not there")
+        return found
     except Exception as error:  # a stranger may have written its files, and the library raises all kinds of errors
         raise config_error(
             f"The tokenizer {data.tokenizer} cannot be loaded.",
             why=" ".join(str(error).split())[:500],
-            hint="check data.tokenizer and its commit, and the network",
+            hint=hint,
         ) from error
 
 

@@ -119,12 +119,12 @@ async def _try_address(digest: str, address: PeerAddress) -> Finding:
 
 async def _visit(invite: invites.Invite, wish: DoctorRequest) -> tuple[list[Finding], list[Need]]:
     """Visit the swarm by the addresses of an invite; return findings, and what each stage needs of a machine."""
-    digest, answering, access = invite.digest, invite.addresses, RunAccess(invite, Right.LOOK, wish.home)
+    digest, peers, access = invite.digest, invite.peers, RunAccess(invite, Right.LOOK, wish.home)
     settings = NetworkSettings(
         run=digest,
         listen=wish.listen or EVERYWHERE,
         announce=wish.announce,
-        bootstrap=tuple(map(str, answering)),
+        bootstrap=tuple(map(str, invite.addresses)),
         admission=access.state,
     )
     found, needs = list[Finding](), list[Need]()
@@ -132,7 +132,6 @@ async def _visit(invite: invites.Invite, wish: DoctorRequest) -> tuple[list[Find
         async with connected(settings) as whole:
             # A peer that does not take calls must not hold the doctor up for long.
             network = HookedNetwork(await access.enter(whole), DialTimeouts())
-            peers = [address.peer for address in answering]
             found.append(await _clock(network, peers))
             run_file = await run_distribution.fetch(network, peers, digest, wish.local)
             access.pin(run_file.run)

@@ -13,6 +13,7 @@ import errno
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, islice, zip_longest
+from random import Random, SystemRandom
 from typing import NamedTuple
 
 import msgspec
@@ -31,6 +32,7 @@ _MOST_RELAYS = 16
 _MOST_LOOKED_AT = 1024  # addresses: anybody may publish some, and have a peer look at them by a question
 _ADDRESS_CHARACTERS = 256
 
+_SYSTEM_RNG = SystemRandom()
 _PLACES = msgspec.msgpack.Decoder(list[str])
 
 _MOST_KNOWN = 32  # peers whose last place a `KnownPeers` remembers
@@ -74,9 +76,10 @@ def relay_record(places: Sequence[str]) -> bytes:
     return msgspec.msgpack.encode(list(places))
 
 
-def relays_of(records: Mapping[str, bytes]) -> tuple[str, ...]:
+def relays_of(records: Mapping[str, bytes], rng: Random = _SYSTEM_RNG) -> tuple[str, ...]:
     """Return the addresses of relays that records name; what is malformed counts as not said."""
-    by_turns = zip_longest(*map(_places_in, records.values()))  # so that no record hides the others
+    # By turns, so that no record hides the others; in any order, for peers can try ids until theirs come first.
+    by_turns = zip_longest(*map(_places_in, rng.sample(list(records.values()), len(records))))
     return checked_relays(place for place in chain.from_iterable(by_turns) if place is not None)
 
 

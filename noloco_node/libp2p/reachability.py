@@ -36,12 +36,13 @@ from noloco_node.libp2p.settings import NetworkSettings, Reachability, ensure_id
 from noloco_node.network.calls import patient
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema, Violation
+from noloco_node.tasks import loop_s
 
 TOPIC = "reach"
 _GREETING = b"/multistream/"
 _GREETING_BYTES = 20
 _DIAL_S = 4.0
-_LOOK_S = 6.0  # the DHT has so long to tell of relays
+_LOOK_S, _LOOK_AGAIN_S = 6.0, 10.0  # the DHT has so long to tell of relays, and is asked so often, however many ask us
 ASK_S = 12.0  # a peer has so long to answer, its attempts included
 _MOST_PORTS = 2
 _MOST_DIALS = 8  # attempts at the same time, on behalf of all askers
@@ -116,7 +117,8 @@ class DialBackService:
 
     def __init__(self, relays: Callable[[], Awaitable[Sequence[str]]]) -> None:
         self._relays = relays
-        self._turns = asyncio.Semaphore(_MOST_DIALS)
+        self._found, self._looked_s = tuple[str, ...](), -_LOOK_AGAIN_S
+        self._looking, self._turns = asyncio.Lock(), asyncio.Semaphore(_MOST_DIALS)
 
     async def answer(self, conversation: Conversation) -> None:
         async with patient(conversation, ASK_S):
@@ -149,8 +151,10 @@ class DialBackService:
 
     async def _known(self) -> tuple[str, ...]:
         try:
-            async with asyncio.timeout(_LOOK_S):
-                return tuple(await self._relays())
+            async with asyncio.timeout(_LOOK_S), self._looking:
+                if loop_s() - self._looked_s >= _LOOK_AGAIN_S:
+                    self._found, self._looked_s = tuple(await self._relays()), loop_s()
+                return self._found
         except TimeoutError:
             return ()
 

@@ -285,7 +285,7 @@ def patience_s(setting: SimSetup) -> float:
     scenario, pipeline = setting.scenario, setting.run.pipeline
     devices, line = scenario.devices, setting.access()
     slowness, pause_s = max(devices.slowness), devices.stutter_pause_s
-    slowest, slowest_pause_s = 1.0, 0.0
+    slowest, slowest_pause_s, is_late = 1.0, 0.0, scenario.network.late > 0.0
     bytes_per_s = min(line.up_bytes_per_s, line.down_bytes_per_s)
     for fault in setting.faults:
         match fault:
@@ -293,14 +293,17 @@ def patience_s(setting: SimSetup) -> float:
                 slowest = max(slowest, fault.factor)
             case faults.StutterFault():
                 slowest_pause_s = max(slowest_pause_s, fault.pause_s)
+            case faults.Storm():
+                is_late |= fault.late > 0.0
             case faults.LinkFault():
                 rates = [rate for rate in (fault.up_bytes_per_s, fault.down_bytes_per_s) if rate is not None]
                 bytes_per_s = min([bytes_per_s, *rates])
-    passes_s = max(prices.passes_s for prices in setting.prices) * slowness * slowest
-    pass_s = passes_s + 2 * max(pause_s, slowest_pause_s)
+    work_s = max(prices.passes_s + prices.step_s for prices in setting.prices) * slowness * slowest
+    pass_s = work_s + 2 * max(pause_s, slowest_pause_s)
+    late_s = scenario.network.late_s if is_late else 0.0
     there_and_back = setting.sizes.microbatch_bytes + setting.sizes.gradient_bytes
     # All replicas of a stage may send to the same one.
-    way_s = there_and_back * pipeline.replicas / bytes_per_s + TRIPS * scenario.network.latency.mean_s
+    way_s = there_and_back * pipeline.replicas / bytes_per_s + TRIPS * (scenario.network.latency.mean_s + late_s)
     window_s = pipeline.microbatches_per_step * pipeline.stages * (pass_s + way_s)
     copy_s = setting.sizes.largest_state_bytes / bytes_per_s
     return max(LEAST_S, REFRESHES * scenario.swarm.refresh_s, TIMES * (window_s + copy_s))

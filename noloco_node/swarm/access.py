@@ -177,7 +177,7 @@ class RunAccess:
         assert self.state is not None
         me, refusals, silences = network.peer_id, list[str](), list[str]()
         request = TicketRequest(nonce=await self._work(me), trains=Right.TRAIN in self._rights)
-        peers = [peer for peer in dict.fromkeys(self.invite.peers) if peer != me]
+        peers = [peer for peer in self.invite.peers if peer != me]
         for peer in sorted(peers, key=self._gave.__contains__):
             try:
                 reply = await ask(

@@ -49,8 +49,8 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def peers(self) -> list[str]:
-        """The bootstrap peers, once for each of their addresses."""
-        return [address.peer for address in self.addresses]
+        """The bootstrap peers, each once, however many addresses it has."""
+        return list(dict.fromkeys(address.peer for address in self.addresses))
 
     def __str__(self) -> str:
         places = self.digest + "@" + ",".join(map(str, self.addresses))
@@ -176,7 +176,8 @@ class KeptInvite:
 
     def keep(self, others: Sequence[str] = ()) -> str:
         """Write the invite if it has changed, and return it; say once if the disk refuses."""
-        self._others = [each for each in others if _is_address(each)][:BESIDE] or self._others
+        new = (each for each in others if each not in self._own and _is_address(each))
+        self._others = list(islice(new, BESIDE)) or self._others
         text = widened(self._came_by, self._others, self._own)
         if text != self._written and self._file.write(f"{text}\n".encode()):
             self._written = text

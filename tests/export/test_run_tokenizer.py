@@ -98,6 +98,15 @@ def test_what_a_stranger_calls_a_tokenizer_ends_in_a_sentence(checkpoint: Path) 
         assert caught.value.code is Exit.CONFIG
 
 
+def test_a_model_without_the_files_of_its_tokenizer_is_said_to_have_none(checkpoint: Path) -> None:
+    """The library makes a tokenizer of the model's config that turns every text into nothing."""
+    for path in checkpoint.glob("*token*"):
+        path.unlink()
+    with pytest.raises(UserError, match="cannot be loaded") as caught:
+        open_tokenizer(DataConfig(tokenizer=str(checkpoint)))
+    assert "tokenizer.json" in caught.value.hint
+
+
 @pytest.mark.parametrize(
     ("size", "end", "why"),
     [

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -217,6 +218,24 @@ async def test_many_callers_have_few_ports_dialled_at_the_same_time(monkeypatch:
     assert [caller.answers for caller in callers] == [[DialBackReply(place="", tried=True, relays=())]] * 20
 
 
+async def test_many_callers_cost_one_look_into_the_dht() -> None:
+    looks = list[float]()
+
+    async def look() -> tuple[str, ...]:
+        looks.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(1.0)
+        return (f"{len(looks)}",)
+
+    service, begin_s = DialBackService(look), asyncio.get_running_loop().time()
+    for after_s in (0.0, 5.0, 12.0):
+        await asyncio.sleep(begin_s + after_s - asyncio.get_running_loop().time())
+        callers = [Caller(DialMe(ports=())) for _ in range(20)]
+        await asyncio.gather(*(service.answer(cast(Conversation, caller)) for caller in callers))
+        told = {caller.answers[0].relays for caller in callers}
+        assert told == {("2",) if after_s == 12.0 else ("1",)}
+    assert looks == [begin_s, begin_s + 12.0]
+
+
 async def test_a_caller_that_answers_where_it_should_ask_violates_the_protocol() -> None:
     reply = Caller(DialBackReply(place="", tried=False, relays=()))
     with pytest.raises(Violation):
@@ -290,6 +309,14 @@ def test_a_flood_of_relays_costs_a_bounded_look(monkeypatch: pytest.MonkeyPatch)
     assert len(looked_at) == 1024
     liar = relay_record([f"/ip4/198.51.100.1/tcp/4001/p2p/{peer_of(bytes([number] * 32))}" for number in range(64)])
     assert RELAY in relays_of({"theirs": liar, "ours": relay_record([RELAY])})
+
+
+def test_no_peers_hide_the_relays_of_others_by_ids_that_come_first() -> None:
+    theirs = {
+        f"{n:02}": relay_record([f"/ip4/198.51.100.1/tcp/4001/p2p/{peer_of(bytes([n] * 32))}"]) for n in range(32)
+    }
+    found = [RELAY in relays_of(theirs | {"ours": relay_record([RELAY])}, Random(seed)) for seed in range(100)]
+    assert sum(found) > 30
 
 
 @given(st.binary(max_size=200))

@@ -339,6 +339,9 @@ def test_a_swarm_that_can_never_go_on_is_sent_home() -> None:
     [
         "[devices]\nforward_s = 100.0\n",
         "[devices]\nstutter_share = 0.5\nstutter_pause_s = 350.0\n",
+        "[devices]\nstep_s = 400.0\n",
+        "[network]\nlate = 0.5\nlate_s = 200.0\n",
+        "[network]\nlate_s = 400.0\n" + fault("storm", 0.0, "for_s = 5.0\nlate = 0.9"),
         fault("slow", 0.0, "peer = 's1r0'\nfactor = 1500.0") + fault("crash", 0.0, "peer = 's1r1'"),
     ],
 )

@@ -101,6 +101,27 @@ def test_a_home_keeps_an_invite_and_says_once_that_it_cannot(tmp_path: Path) -> 
     assert len(said) == 1
 
 
+def test_of_many_peers_a_few_others_are_kept_and_no_more_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand addresses take the loop of a node most of a second; our own record is among those of the roster."""
+    others = [f"/ip4/192.0.2.1/tcp/{port}/p2p/{ED25519}" for port in range(1, 1001)]
+    kept, parsed = (
+        KeptInvite(HomePaths(tmp_path), invite.parse(invite.format(DIGEST, ADDRESSES[:1])), others[:1], print),
+        0,
+    )
+
+    def counted(text: str) -> PeerAddress:
+        nonlocal parsed
+        parsed += 1
+        return parse_peer_address(text)
+
+    monkeypatch.setattr(invite, "parse_peer_address", counted)
+    text = kept.keep(others)
+    assert parsed < 10 * invite.BESIDE
+    assert text == invite.format(DIGEST, [others[0], ADDRESSES[0], *others[1 : 1 + invite.BESIDE]])
+
+
 def test_a_home_that_comes_back_by_peers_that_it_met_keeps_the_way_to_them(tmp_path: Path) -> None:
     """The invite that it was given may have led nowhere: a port with a wrong digit."""
     KeptInvite(HomePaths(tmp_path), invite.parse(invite.format(DIGEST, ADDRESSES[:1])), (), print).keep()
@@ -162,6 +183,13 @@ def test_any_text_is_an_invite_or_trouble(text: str) -> None:
         with contextlib.suppress(UserError):
             parsed = invite.parse(candidate)
             assert invite.parse(str(parsed)) == parsed
+
+
+@given(st.lists(st.sampled_from(ADDRESSES), min_size=1))
+def test_each_bootstrap_peer_is_asked_once_however_many_addresses_it_has(addresses: list[str]) -> None:
+    """Asked for the time by each address, one wrong clock outvotes two right ones."""
+    parsed = invite.parse(invite.format(DIGEST, addresses))
+    assert parsed.peers == [*dict.fromkeys(each.rpartition("/")[2] for each in addresses)]
 
 
 def test_a_home_knows_others_of_the_same_run(tmp_path: Path) -> None:
