@@ -58,7 +58,7 @@ their peers publish them again soon.
 READ_BYTES, READ_BYTES_PER_S = 32 * 1024 * 1024, 1024 * 1024
 """Bytes of records that one caller may read, as they lie here: most readers have most of them, which do not travel.
 
-A request of a hundred bytes can ask for two megabytes, which take 20 milliseconds to be packed.
+A request of a hundred bytes can ask for two megabytes, which cost time to be packed and a line to be sent.
 """
 
 

@@ -726,6 +726,30 @@ async def test_a_reader_and_a_writer_that_failed_are_asked_why() -> None:
     assert complaints == []
 
 
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_connection_that_is_given_up_half_way_is_ended(dies: bool) -> None:
+    ended = list[str]()
+
+    async def shutdown() -> None:
+        ended.append("shut down")
+
+    async def replicate(place: str) -> Any:
+        await asyncio.sleep(1.0)
+        if dies:
+            ended.append("died")
+            raise EOFError
+        tasks = SimpleNamespace(**dict.fromkeys(("_read_task", "_write_task"), asyncio.current_task()))
+        return SimpleNamespace(shutdown=shutdown, _client=SimpleNamespace(control=tasks))
+
+    parts = load_hivemind()._replace(P2P=SimpleNamespace(replicate=replicate), Multiaddr=str)
+    connecting = asyncio.ensure_future(parts.connect("/control"))
+    await asyncio.sleep(0.5)
+    connecting.cancel()
+    await asyncio.wait([connecting])
+    assert connecting.cancelled()
+    assert ended == ["died" if dies else "shut down"]
+
+
 class Line:
     """hivemind's client of a daemon, and the daemon's end of the connection."""
 
