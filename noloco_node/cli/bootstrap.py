@@ -137,9 +137,9 @@ async def host(options: BootstrapOptions) -> None:
         ):
             sign(short(libp2p_network.peer_id))
             network = await admissions.admitted(libp2p_network)
-            relays = await stack.enter_async_context(libp2p_network.relaying(keys))
             history = RunHistory(home.enter(recipe.digest).run_history, say)
             await _serve(network, recipe, history, stores)
+            relays = await stack.enter_async_context(libp2p_network.relaying(keys))
             addresses = await network.addresses()
             invite = invites.format(recipe.digest, addresses, admissions.credential)
             print(invite, flush=True)

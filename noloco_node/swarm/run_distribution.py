@@ -34,6 +34,9 @@ from noloco_node.units import Fraction, UnixSeconds
 
 TOPIC = "run"
 PATIENCE_S = 20.0
+ATTEMPTS = 4
+ATTEMPT_EVERY_S = 5.0
+"""A peer is reached a moment before it serves the run: after a power cut, all of a swarm starts at once."""
 JOINING_CLOCK_ERROR_S = 60.0
 """With a larger error, others take our records for future or old ones."""
 
@@ -105,32 +108,39 @@ async def fetch(network: PeerNetwork, peers: Sequence[str], digest: str, allowed
 
     `allowed`: the directories of this machine that it may name.
     """
-    answers, wrong_clock = list[str](), None
-    for peer in peers:
-        try:
-            reply = await ask(network, peer, TOPIC, SCHEMA, RunRequest(), RunFileReply, PATIENCE_S)
-        except ConnectionError as error:
-            answers.append(str(error) if peer in str(error) else f"{peer}: {error}")
-            continue
-        ahead_s = time.time() - reply.unix_time  # before files are hashed that the run names, which may take minutes
-        try:
-            recipe = RunFileText(reply.text, f"the run file from {peer}", allowed)
-        except UserError as trouble:  # that peer's text, or a directory that is not here: the next may do better
-            answers.append(f"{peer}: {trouble.what} {trouble.why}")
-            continue
-        if recipe.digest == digest:
+    for attempt in range(1, ATTEMPTS + 1):
+        answers, wrong_clock, perhaps_starting = list[str](), None, False
+        for peer in peers:
             try:
-                check_clock(ahead_s, peer)
-            except UserError as trouble:  # it may be that peer's clock: one that agrees with ours is enough
-                wrong_clock = wrong_clock or trouble
+                reply = await ask(network, peer, TOPIC, SCHEMA, RunRequest(), RunFileReply, PATIENCE_S)
+            except ConnectionError as error:
+                answers.append(str(error) if peer in str(error) else f"{peer}: {error}")
+                perhaps_starting = True
                 continue
-            return recipe
-        answers.append(f"{peer}: serves a run with the digest {recipe.digest[:12]}")
-    if wrong_clock is not None:
-        raise wrong_clock
-    refusals = [found for each in answers if (found := each.partition(not_for(network.peer_id))[2])]
-    if refusals:
-        raise not_admitted(told(refusals))
+            # Before files are hashed that the run names, which may take minutes.
+            ahead_s = time.time() - reply.unix_time
+            try:
+                recipe = RunFileText(reply.text, f"the run file from {peer}", allowed)
+            except UserError as trouble:  # that peer's text, or a directory that is not here: the next may do better
+                answers.append(f"{peer}: {trouble.what} {trouble.why}")
+                continue
+            if recipe.digest == digest:
+                try:
+                    check_clock(ahead_s, peer)
+                except UserError as trouble:  # it may be that peer's clock: one that agrees with ours is enough
+                    wrong_clock = wrong_clock or trouble
+                    continue
+                return recipe
+            answers.append(f"{peer}: serves a run with the digest {recipe.digest[:12]}")
+        if wrong_clock is not None:
+            raise wrong_clock
+        refusals = [found for each in answers if (found := each.partition(not_for(network.peer_id))[2])]
+        if refusals:
+            raise not_admitted(told(refusals))
+        if not perhaps_starting:
+            break
+        if attempt < ATTEMPTS:
+            await asyncio.sleep(ATTEMPT_EVERY_S)
     raise UserError(
         f"No peer of the invite serves the run {digest[:12]}.",
         why="; ".join(answers),

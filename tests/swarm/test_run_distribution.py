@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from memory_swarms import recipe
 
 from noloco_node.errors import Exit, UserError
@@ -19,6 +22,8 @@ from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm import run_distribution
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import (
+    ATTEMPT_EVERY_S,
+    ATTEMPTS,
     HISTORY_SCHEMA,
     HISTORY_TOPIC,
     JOINING_CLOCK_ERROR_S,
@@ -52,6 +57,27 @@ def test_the_first_peer_with_the_right_text_is_enough() -> None:
     got = fetched({"wrong": OTHER.serve, "right": OURS.serve}, ["nobody", "wrong", "right"])
     assert got.text == OURS.text
     assert got.run == OURS.run
+
+
+@given(late_s=st.floats(0.0, 2 * (ATTEMPTS - 1) * ATTEMPT_EVERY_S, width=16))
+def test_a_peer_that_has_just_started_is_asked_again_for_a_while(late_s: float) -> None:
+    """After a power cut all peers start at once, and no node may leave for good because it came a moment too early."""
+    patience_s = (ATTEMPTS - 1) * ATTEMPT_EVERY_S
+    assume(late_s != patience_s)
+
+    async def main() -> str | Exit:
+        hub, clock = SimNetwork(), asyncio.get_running_loop()
+        clock.call_later(late_s, lambda: tasks.append(clock.create_task(serving(hub))))
+        try:
+            return (await fetch(hub.network("newcomer"), ["starting"], OURS.digest)).text
+        except UserError as error:
+            return error.code
+
+    async def serving(hub: SimNetwork) -> None:
+        await hub.network("starting").serve(TOPIC, SCHEMA, OURS.serve)
+
+    tasks = list[asyncio.Task[None]]()
+    assert run(main()) == (OURS.text if late_s < patience_s else Exit.OTHER_RUN)
 
 
 def test_a_broken_file_of_one_peer_stops_nobody() -> None:
