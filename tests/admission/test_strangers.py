@@ -26,7 +26,7 @@ from noloco_node.libp2p.record_checks import place_of
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.run.peer_state import PeerState
-from noloco_node.swarm import speed_test
+from noloco_node.swarm import run_distribution, speed_test
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.swarm.run_distribution import SCHEMA, TOPIC, RunFileText, fetch
@@ -85,6 +85,12 @@ def ticket(network: PeerNetwork, rights: Right = MEMBER, until_s: float = 3600.0
 def let_in(network: PeerNetwork, state: AdmissionState, until_s: float = 3600.0) -> PeerNetwork:
     """Return the network of a member."""
     return admitted(network, state, ticket(network, until_s=until_s))
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger cannot tell a peer that has just started from one that knows no such topic, and asks again."""
+    monkeypatch.setattr(run_distribution, "ATTEMPT_EVERY_S", 0.0)
 
 
 async def serve(network: PeerNetwork) -> Membership:

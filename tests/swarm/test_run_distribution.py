@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from memory_swarms import recipe
 
@@ -59,6 +59,7 @@ def test_the_first_peer_with_the_right_text_is_enough() -> None:
     assert got.run == OURS.run
 
 
+@settings(max_examples=15)
 @given(late_s=st.floats(0.0, 2 * (ATTEMPTS - 1) * ATTEMPT_EVERY_S, width=16))
 def test_a_peer_that_has_just_started_is_asked_again_for_a_while(late_s: float) -> None:
     """After a power cut all peers start at once, and no node may leave for good because it came a moment too early."""
