@@ -210,8 +210,9 @@ class AdmissionHook(NetworkHook):
         told, told_s = self._list_told
         due = raw != told or now_s - told_s > LIST_LIFETIME_S / 2
         if raw and Right.TRAIN in self.held.rights and due and copies < ENOUGH_COPIES:
-            self._list_told = raw, now_s
-            await self._network.publish(self._list_key, self._network.peer_id, self.stamped(raw), LIST_LIFETIME_S)
+            me, value = self._network.peer_id, self.stamped(raw)
+            if await self._network.publish(self._list_key, me, value, LIST_LIFETIME_S):
+                self._list_told = raw, now_s
 
     async def list_known_to(self, peer: str) -> int:
         """Hand a peer the list of revocations that we know, and return the number of the list that it has then.

@@ -91,13 +91,13 @@ class Quota:
         self._left: list[OrderedDict[str, tuple[float, float]]] = [OrderedDict(), OrderedDict(), OrderedDict()]
         """By name, by network, and of all others: what is left, and when that was worked out (seconds)."""
 
-    def take(self, name: str, now_s: float) -> bool:
-        """Take one; say whether there was one. A clock that was set back takes nothing away."""
+    def take(self, name: str, now_s: float, amount: float = 1.0) -> bool:
+        """Take so much; say whether there was so much. A clock that was set back takes nothing away."""
         for known, counted in zip(self._left, (name, network_of(name), "others"), strict=True):
             if counted in known or self._has_room(known, now_s):
                 left = self._left_now(known.pop(counted, (self._most, now_s)), now_s)
-                known[counted] = left - (left >= 1.0), now_s
-                return left >= 1.0
+                known[counted] = left - amount * (left >= amount), now_s
+                return left >= amount
         raise AssertionError("the others are one name, for which there is room")
 
     def _has_room(self, known: OrderedDict[str, tuple[float, float]], now_s: float) -> bool:

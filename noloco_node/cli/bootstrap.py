@@ -29,7 +29,7 @@ from noloco_node.cli.options import (
     page_place,
 )
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p.addresses import KnownPeers, parse_peer_address
+from noloco_node.libp2p.addresses import KnownPeers, check_announce, check_listen, parse_peer_address
 from noloco_node.libp2p.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
 from noloco_node.machine.memory import machine_free_bytes, share_arenas
 from noloco_node.machine.signals import departure, run
@@ -104,6 +104,8 @@ async def host(options: BootstrapOptions) -> None:
     """Serve the run file until asked to leave; print the invite on the standard output."""
     share_arenas()
     allow_files()
+    check_listen(options.listen or ())  # before a checkpoint is read whole
+    check_announce(options.announce or ())
     recipe = RunFileText(read_run_text(options.run), str(options.run))
     stores = await asyncio.to_thread(_checkpoint_stores, options.weights, recipe.run)
     known = None if options.invite is None else _invite_of_same_run(options.invite, recipe, options.run)

@@ -119,7 +119,8 @@ def _invite(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKey,
     if options.who is not None:
         subject = key_of(options.who)
         if subject is None:
-            raise _usage(f"{options.who!r} is no peer id.", "what `noloco-node join` says first: we are 12D3KooW…")
+            hint = "what `noloco-node join` says first: we are 12D3KooW…"
+            raise _usage(f"{options.who!r} is no peer id.", hint, "it is not what a peer's key makes")
         if (out_s := members.revoked.get(subject.hex(), 0)) > now_s:
             why = "whatever it shows is refused until then, an invite of today as well"
             raise _usage(f"{options.who} is shut out until {_day(out_s)}.", "an invite after that", why)

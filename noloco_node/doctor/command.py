@@ -31,6 +31,7 @@ from noloco_node.network.calls import HookedNetwork, ask
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.timeouts import DialTimeouts
 from noloco_node.planning.bandwidth import NARROW_S, MicrobatchBytes, microbatch_bytes
+from noloco_node.run.config import RunConfig
 from noloco_node.storage.home import HomePaths
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm import run_distribution, speed_test
@@ -141,7 +142,7 @@ async def _visit(invite: invites.Invite, wish: DoctorRequest) -> tuple[list[Find
             needs, microbatches = await asyncio.to_thread(_needs, run_file, wish.device)
             others = [record.peer for records in roster.stages for record in records]
             asked = list(dict.fromkeys([*peers, *others]))
-            found += [*_census(roster), *await _line(network, asked, microbatches)]
+            found += [*_module(run_file.run), *_census(roster), *await _line(network, asked, microbatches)]
     except (UserError, ExceptionGroup) as error:  # `connected` is a task group
         known = user_error_of(error)
         if known is None:
@@ -165,6 +166,13 @@ def shut_out(state: AdmissionState | None, home: Path) -> list[Finding]:
         return []
     hint = "ask the owner of the run; another --home has another identity, and needs an invite of its own"
     return [fail("admission", f"the owner of the run has shut you out, {peer}", hint)]
+
+
+def _module(run: RunConfig) -> list[Finding]:
+    if not run.model.is_foreign:
+        return []
+    says = "the run trains a module of a program: that program joins, and what it takes is not known here"
+    return [warn("model", says, "noloco_node.GossipOptimizer, or noloco_node.join with its stages (docs/python.md)")]
 
 
 def _census(roster: Roster) -> list[Finding]:
@@ -203,7 +211,12 @@ def _ports(addresses: Sequence[str]) -> tuple[int, ...]:
 
 
 def _needs(run_file: run_distribution.RunFileText, wish: str) -> tuple[list[Need], list[MicrobatchBytes]]:
-    """Return what each stage of a run needs of a machine with this device, and the bytes of a microbatch there."""
+    """Return what each stage of a run needs of a machine with this device, and the bytes of a microbatch there.
+
+    Of a module that a program builds nothing is known.
+    """
+    if run_file.run.model.is_foreign:
+        return [], []
     # These imports load torch; before, a wrong invite has been refused already.
     import torch
 

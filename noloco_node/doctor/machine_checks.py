@@ -78,7 +78,7 @@ def verdict(findings: Sequence[Finding]) -> str:
     if count:
         return f"{count} of {len(findings)} findings will prevent joining."
     open_ones = sum(finding.grade is Grade.DOUBTFUL for finding in findings)
-    return "Nothing is in the way." + (f" {open_ones} findings are worth a look." if open_ones else "")
+    return "Nothing is in the way." + (f" Worth a look: {open_ones} of {len(findings)} findings." if open_ones else "")
 
 
 def exit_code(findings: Sequence[Finding]) -> Exit:

@@ -55,6 +55,11 @@ LOOKS_AT_ONCE, LOOK_REFILL_S = 512, 0.1
 A node that meets a new neighbour hands all its records of some places over at once. Those beyond the bound are refused:
 their peers publish them again soon.
 """
+READ_BYTES, READ_BYTES_PER_S = 32 * 1024 * 1024, 1024 * 1024
+"""Bytes of records that one caller may read, as they lie here: most readers have most of them, which do not travel.
+
+A request of a hundred bytes can ask for two megabytes, which cost time to be packed and a line to be sent.
+"""
 
 
 class DhtRecords:
@@ -68,6 +73,7 @@ class DhtRecords:
         self._places: dict[bytes, Holders] = {}
         self._salt = os.urandom(16)
         self._looks = Quota(LOOKS_AT_ONCE, LOOK_REFILL_S)
+        self._reads = Quota(READ_BYTES, 1 / READ_BYTES_PER_S)
         self._expiry: dict[tuple[str, str], float] = {}
 
     @property
@@ -82,7 +88,7 @@ class DhtRecords:
     ) -> bool:
         """Become a node of the DHT; say whether a peer that we join by answers."""
         signatures = Signatures(self._accepts, self._may_look)
-        rules = CallRules(self._secret.code, self._settings.admission)
+        rules = CallRules(self._secret.code, self._settings.admission, self._may_send)
         node = await self._control.bounded(DhtNode.create(parts, client, signatures, rules, _ANSWER_S), wait_s)
         node.replace_store(BoundedStorage(node.storage).store)
         node.filter_answers(
@@ -106,6 +112,10 @@ class DhtRecords:
         """Say whether the peer that we answer may have us look at a record; what we ask for is bounded by `chosen`."""
         caller = CALLER.get()
         return not caller or self._looks.take(caller, loop_s())
+
+    def _may_send(self, size: int) -> bool:
+        """Say whether the peer that we answer may read so many bytes of records."""
+        return self._reads.take(CALLER.get(), loop_s(), size)
 
     async def greet(self, peer_id: PeerId) -> None:
         await self._control.bounded(self._joined().ping(peer_id), self._wait_s)

@@ -126,7 +126,14 @@ class HivemindParts(NamedTuple):
         return str(self.PeerID(peer).to_base58())
 
     async def connect(self, control_path: str) -> DaemonClient:
-        client: DaemonClient = await self.P2P.replicate(self.Multiaddr(f"/unix{control_path}"))
+        connecting = asyncio.ensure_future(self.P2P.replicate(self.Multiaddr(f"/unix{control_path}")))
+        try:
+            client: DaemonClient = await asyncio.shield(connecting)
+        except asyncio.CancelledError:
+            # Cancelled half-way it would leave tasks and a connection behind; the daemon's death ends it at the latest.
+            with contextlib.suppress(Exception):
+                await disconnect(await connecting)
+            raise
         mend_calls(client)
         return client
 
@@ -166,11 +173,12 @@ class CallRules(NamedTuple):
     """Which calls in the DHT are answered: those that carry a code of their content, which follows from the run's id.
 
     `code`: makes one of a purpose and parts. `admission`: in a run with an owner, the tickets that callers show and our
-    own, which goes along with our calls.
+    own, which goes along with our calls. `may_send`: whether the caller may read so many bytes of records.
     """
 
     code: Callable[..., bytes]
     admission: AdmissionState | None = None
+    may_send: Callable[[int], bool] = lambda _: True
 
 
 def _node_of(rules: CallRules, peer: bytes) -> bytes:
@@ -509,6 +517,8 @@ class _Authorizer:
                 continue
             result.ClearField("nearest_peer_ids")
             if result.value:
+                if not self._rules.may_send(len(result.value)):
+                    raise PermissionError("this caller has read its share of records")
                 result.value = shortened(result.value, request.auth.nonce, reads[len(_READS) :])
 
     async def validate_response(self, response: Any, request: Any) -> bool:
@@ -520,7 +530,7 @@ class _Authorizer:
         for result in response.results if _is_find(request) else ():
             del result.nearest_peer_ids[MOST_NAMED:], result.nearest_node_ids[:]
             if any(len(peer) > _PEER_BYTES for peer in result.nearest_peer_ids):
-                return False  # hivemind writes each in base 58: minutes for 100 kB
+                return False  # hivemind writes each in base 58, in quadratic time
             result.nearest_node_ids.extend(_node_of(self._rules, peer) for peer in result.nearest_peer_ids)
             if result.value:
                 result.value = restored(result.value, _KNOWN.get() or {})

@@ -154,7 +154,7 @@ def _alone(planned: Planned, machines: throughput.Machines) -> list[str]:
     if machines.count == 1:
         return []
     pipeline = structs.replace(
-        planned.run.pipeline, stages=1, replicas=1, boundaries=None, windows_in_flight=1, subspace=None
+        planned.run.pipeline, stages=1, replicas=1, boundaries=None, windows_in_flight=1, subspace=None, codec="float32"
     )
     alone = structs.replace(planned.run, pipeline=pipeline)
     layout = model_layout(alone)

@@ -137,7 +137,8 @@ def _bases(run: RunConfig, machines: Machines) -> list[RunConfig]:
 
 def _with_stages(run: RunConfig, stages: int, machines: Machines) -> RunConfig:
     replicas = min(machines.count // stages, _largest_batch(run) // _sizes(run)[-1])
-    return _with_pipeline(run, stages=stages, replicas=replicas, boundaries=None)
+    # Codecs are tried later (`_codecs`): with one that takes any width, no layout is worked out for each of them.
+    return _with_pipeline(run, stages=stages, replicas=replicas, boundaries=None, codec="float32")
 
 
 def in_subspaces(planned: Planned, machines: Machines) -> Iterator[Planned]:

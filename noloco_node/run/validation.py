@@ -302,9 +302,12 @@ def _data(data: config.DataConfig) -> Iterator[Problem]:
     for number, each in enumerate(data.mixture):
         yield from _source(each, f"data.mixture.{number}")
     yield from _mixture(data) if data.mixture else _source(data, "data")
-    if data.chat_template and all(each.form != "messages" for each in data.sources):
+    has_messages = any(each.form == "messages" for each in data.sources)
+    if data.chat_template and not has_messages:
         why = "only messages are written by a template"
         yield _wrong("data", data, "chat_template", why, 'the form "messages"; or leave it out')
+    if has_messages and data.has_byte_tokenizer and not data.chat_template:
+        yield _wrong("data", data, "chat_template", "the tokenizer byt5 has none of its own for messages", '"chatml"')
     yield from _tokenizer(data)
 
 

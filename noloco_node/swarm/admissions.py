@@ -77,6 +77,8 @@ class HostedAdmissions:
     def advice(self, invite: str, usable: str) -> str:
         """Say how a peer joins. `usable`: from where the invite works."""
         if self._admission.owner is None or self._admission.rule == "open":
+            if self._recipe.run.model.is_foreign:
+                return f"to join {usable}: the program that builds the module (docs/python.md), with {invite}"
             return f"to join {usable}: noloco-node join {invite}"
         who = " PEER" if self._admission.rule == "listed" else ""
         run = shlex.quote(str(self._run_file))

@@ -198,6 +198,28 @@ async def test_a_peer_that_never_answers_about_a_ticket_is_not_waited_for(swarm:
 
 
 @run_by(played, gives=1)
+async def test_a_list_that_the_dht_did_not_take_is_published_at_the_next_reading(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, other = swarm.network(1, member(1)), swarm.network(2, member(2))
+    bare, tries = swarm.hooks[first.peer_id]._network, 0
+    publish = bare.publish
+
+    async def fails_once(key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
+        nonlocal tries
+        tries += 1
+        return tries > 1 and await publish(key, subkey, value, lifetime_s)
+
+    monkeypatch.setattr(bare, "publish", fails_once)
+    swarm.states[first.peer_id].take_revocations(revoked(1, 5))
+    for _ in range(3):
+        await first.read_all(["roster"])
+        await other.read_all(["roster"])
+    assert swarm.states[other.peer_id].raw_revocations == swarm.states[first.peer_id].raw_revocations
+    assert tries == 2
+
+
+@run_by(played, gives=1)
 async def test_no_call_waits_for_a_ticket_that_is_shown_again(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
     server, caller = await swarm.server(1), swarm.network(5, member(5))
     await asked(caller, server, "gossip/0")

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 from admission_keys import key, public
+from torch import nn
 from typer.testing import CliRunner
 
+import noloco_node
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.owner_files import (
     IssuedEntry,
@@ -173,6 +175,14 @@ def test_a_bootstrap_peer_says_a_command_that_a_shell_takes(tmp_path: Path) -> N
     hosted = HostedAdmissions(owner.recipe, owner.run, directory / "identity.key", None)
     words = shlex.split(hosted.advice(owner.base, "anywhere").partition(": ")[2])
     assert words == ["noloco-node", "members", "invite", "--run", str(owner.run), "--invite", owner.base]
+
+
+def test_a_bootstrap_peer_sends_nobody_to_a_command_that_cannot_train_the_module_of_a_program(tmp_path: Path) -> None:
+    run = noloco_node.init(tmp_path / "run.toml", nn.Linear(2, 2), steps=9)
+    hosted = HostedAdmissions(RunFileText(run.read_text(), str(run)), run, tmp_path / "identity.key", None)
+    advice = hosted.advice("noloco6:...", "anywhere")
+    assert "noloco-node join" not in advice
+    assert "the program that builds the module" in advice
 
 
 def test_two_commands_at_once_lose_no_entry(tmp_path: Path) -> None:
@@ -339,7 +349,7 @@ def test_a_delegate_may_sign(tmp_path: Path) -> None:
     [
         ("listed", ("invite", "--invite", "BASE"), "peers that are named"),
         ("open", ("invite", PEER), "needs addresses"),
-        ("open", ("invite", "nobody", "--invite", "BASE"), "no peer id"),
+        ("open", ("invite", "nobody", "--invite", "BASE"), "no peer id[^$]*a peer's key makes"),
         ("open", ("invite", "--may-sign", "--invite", "BASE"), "needs a peer id"),
         ("open", ("revoke",), "Which peer"),
         ("open", ("revoke", "0123456789ab"), "No key[^$]*first six or more digits"),

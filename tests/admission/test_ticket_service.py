@@ -91,12 +91,12 @@ def test_without_work_or_shut_out_there_is_none() -> None:
     assert "shut it out" in refused.refusal
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 2000)), max_size=300))
-def test_no_prefix_has_more_than_its_share(asks: list[tuple[str, float]]) -> None:
-    quota, now_s, given_out = Quota(), 0.0, dict.fromkeys("abc", 0)
-    for prefix, pause_s in asks:
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 2000), st.sampled_from([1.0, 0.5, 20.0])), max_size=300))
+def test_no_prefix_has_more_than_its_share(asks: list[tuple[str, float, float]]) -> None:
+    quota, now_s, given_out = Quota(), 0.0, dict.fromkeys("abc", 0.0)
+    for prefix, pause_s, amount in asks:
         now_s += pause_s
-        given_out[prefix] += quota.take(prefix, now_s)
+        given_out[prefix] += amount * quota.take(prefix, now_s, amount)
     assert all(count <= TICKETS_A_PREFIX + now_s / REFILL_S for count in given_out.values())
 
 

@@ -45,6 +45,10 @@ REFUSED: list[tuple[list[str], Exit]] = [
     (["init", "new.toml", "--from", "nowhere"], Exit.CONFIG),
     (["bootstrap", "--home", "new", "--weights", "nowhere"], Exit.CONFIG),
     (["bootstrap", "--home", "new", "--weights", "nothing.txt"], Exit.CONFIG),
+    *(
+        (["bootstrap", "--run", "home/run.toml", "--home", "new", option, "4001"], Exit.CONFIG)
+        for option in ("--listen", "--announce")
+    ),
     (["join", INVITE, "--home", "new", "--weights", "nowhere"], Exit.CONFIG),
     (["join", INVITE, "--home", "new", "--weights", "nothing.txt"], Exit.CONFIG),
     *(

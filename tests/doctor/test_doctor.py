@@ -24,8 +24,10 @@ from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 from msgspec import structs
 from processes import Commands
+from torch import nn
 from typer.testing import CliRunner
 
+import noloco_node
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.ticket import KEY_HEADER, encode_list, peer_of_file, signed_list
 from noloco_node.cli.main import app
@@ -45,7 +47,7 @@ from noloco_node.planning.bandwidth import MicrobatchBytes
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.planning.plan import device_needs
 from noloco_node.run.presets import run_text
-from noloco_node.run.runfile import decode_run
+from noloco_node.run.runfile import decode_run, load_run
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.sim_network import SimNetwork, SimPeerNetwork
 from noloco_node.storage.home import RunPaths
@@ -144,6 +146,14 @@ def test_join_refuses_the_disk_that_the_doctor_refuses(tmp_path: Path, monkeypat
     assert told is not None
     assert "the last checkpoint stays" in told
     assert "free some space" in told
+
+
+def test_the_module_of_a_program_is_no_obstacle(tmp_path: Path) -> None:
+    run = load_run(noloco_node.init(tmp_path / "run.toml", nn.Linear(2, 2), steps=9))
+    assert command._needs(SimpleNamespace(run=run), "cpu") == ([], [])  # type: ignore[arg-type]
+    (finding,) = command._module(run)
+    assert finding.grade is Grade.DOUBTFUL
+    assert "that program joins" in finding.says
 
 
 @pytest.mark.parametrize(

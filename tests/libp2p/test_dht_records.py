@@ -352,3 +352,29 @@ def test_one_caller_has_a_bounded_number_of_signatures_checked(monkeypatch: pyte
             await main()
 
     asyncio.run(limited())
+
+
+@pytest.mark.network
+def test_one_caller_reads_a_bounded_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dht_records, "READ_BYTES", 5000)
+    monkeypatch.setattr(dht_records, "READ_BYTES_PER_S", 1e-3)
+
+    async def main() -> None:
+        alone = NetworkSettings(run="run", listen=("/ip4/127.0.0.1/tcp/0",), timeouts=PATIENT)
+        async with Libp2pNetwork.open(alone) as one:
+            joining = msgspec.structs.replace(alone, bootstrap=tuple(await one.addresses()))
+            async with Libp2pNetwork.open(joining) as flooder, Libp2pNetwork.open(joining) as other:
+                assert flooder._joined is not None
+                node, target = flooder._joined.records._node, load_hivemind().PeerID.from_base58(one.peer_id)
+                assert node is not None
+                assert await one.publish(KEY, one.peer_id, bytes(2000), RECORD_S)
+                answers = [await node.find(target, PLACE) for _ in range(4)]
+                assert [answer is not None for answer in answers] == [True, True, False, False]
+                assert await node.ping(target)
+                assert one.peer_id in await other.read(KEY)
+
+    async def limited() -> None:
+        async with asyncio.timeout(LAST_RESORT_S):
+            await main()
+
+    asyncio.run(limited())

@@ -579,6 +579,28 @@ def test_an_answer_has_what_was_asked_for(kept: bytes, reads: bool) -> None:
     assert not told.value or dict(MSGPackSerializer.loads(told.value).items())["peer"].value == kept
 
 
+@given(st.binary(min_size=1, max_size=200), st.integers(0, 300), st.booleans())
+def test_a_caller_that_has_read_its_share_is_answered_by_an_error(kept: bytes, left: int, reads: bool) -> None:
+    """Which it takes for silence. A peer that asks for nodes has no records, and is not charged."""
+    value = _packed(0x50, float("inf"), 1e10, [("peer", kept, 1e10)])
+    code: Any = lambda *parts: hashlib.sha256(repr(parts).encode()).digest()  # noqa: E731
+    authorizer = _Authorizer(CallRules(code, None, lambda size: size <= left))
+    request = inside("proto.dht_pb2:FindRequest")(keys=[b"p" * 20])
+    response = inside("proto.dht_pb2:FindResponse")(results=[inside("proto.dht_pb2:FindResult")(type=2, value=value)])
+
+    async def main() -> bool:
+        if reads:
+            _KNOWN.set({})
+        await authorizer.sign_request(request, None)
+        try:
+            await authorizer.sign_response(response, request)
+        except PermissionError:
+            return False
+        return True
+
+    assert asyncio.run(main()) == (not reads or len(value) <= left)
+
+
 def test_a_place_has_as_many_bytes_as_hivemind_s_id() -> None:
     assert inside("dht.routing:DHTID").HASH_NBYTES == _PLACE_BYTES
 
@@ -702,6 +724,30 @@ async def test_a_reader_and_a_writer_that_failed_are_asked_why() -> None:
     await disconnect(client)
     del tasks, control, client
     assert complaints == []
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_connection_that_is_given_up_half_way_is_ended(dies: bool) -> None:
+    ended = list[str]()
+
+    async def shutdown() -> None:
+        ended.append("shut down")
+
+    async def replicate(place: str) -> Any:
+        await asyncio.sleep(1.0)
+        if dies:
+            ended.append("died")
+            raise EOFError
+        tasks = SimpleNamespace(**dict.fromkeys(("_read_task", "_write_task"), asyncio.current_task()))
+        return SimpleNamespace(shutdown=shutdown, _client=SimpleNamespace(control=tasks))
+
+    parts = load_hivemind()._replace(P2P=SimpleNamespace(replicate=replicate), Multiaddr=str)
+    connecting = asyncio.ensure_future(parts.connect("/control"))
+    await asyncio.sleep(0.5)
+    connecting.cancel()
+    await asyncio.wait([connecting])
+    assert connecting.cancelled()
+    assert ended == ["died" if dies else "shut down"]
 
 
 class Line:

@@ -18,7 +18,8 @@ from noloco_node.cli.run_file import MachineOptions
 from noloco_node.doctor.machine_checks import Grade, Need, judge_gpu, judge_memory
 from noloco_node.errors import Exit, UserError
 from noloco_node.machine.memory import free_of_gpu
-from noloco_node.planning.expectation import IDLE
+from noloco_node.planning import model_layout as model_layouts
+from noloco_node.planning.expectation import IDLE, describe_expectation
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.planning.plan import LEAST_ROUNDS, LEAST_STEPS, memories, plan
 from noloco_node.planning.plan_text import WIDTH
@@ -174,11 +175,31 @@ def test_an_ample_line_is_not_squeezed_and_a_narrow_one_is() -> None:
     assert narrow.run.outer.inner_steps_per_round >= RUN.outer.inner_steps_per_round
 
 
-def test_a_width_that_goes_into_no_blocks_gets_a_codec_without_blocks() -> None:
-    odd = structs.replace(RUN, model=structs.replace(RUN.model, sizes=SIZES | {"hidden_size": 48}))
+@pytest.mark.parametrize("codec", ["bfloat16", "int8"])
+def test_a_width_that_goes_into_no_blocks_gets_a_codec_without_blocks(codec: str) -> None:
+    model, pipeline = structs.replace(RUN.model, sizes=SIZES | {"hidden_size": 48}), RUN.pipeline
+    odd = structs.replace(RUN, model=model, pipeline=structs.replace(pipeline, codec=codec))
     found = planned(structs.replace(LARGE, gpu_bytes=6.025e8, up_bytes_per_s=1e4), odd)
     assert found is not None
     assert found.run.pipeline.codec == "bfloat16"
+
+
+def test_no_layout_is_worked_out_twice_for_a_plan_and_for_what_is_said_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    worked_out = list[tuple[object, ...]]()
+
+    def noted(run: RunConfig) -> model_layouts.ModelLayout:
+        worked_out.append((run.pipeline.stages, run.pipeline.subspace))
+        return layout(run)
+
+    layout = model_layouts._model_layout
+    monkeypatch.setattr(model_layouts, "_model_layout", noted)
+    monkeypatch.setattr(model_layouts, "_layouts", {})
+    narrow = structs.replace(LARGE, gpu_bytes=6.025e8, up_bytes_per_s=1e4)
+    found = planned(narrow)
+    assert found is not None
+    assert describe_expectation(found, narrow)
+    assert found.run.pipeline.codec != RUN.pipeline.codec
+    assert len(set(worked_out)) == len(worked_out) > 1
 
 
 def test_machines_on_which_nothing_fits_get_one_message() -> None:
