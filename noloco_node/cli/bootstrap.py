@@ -143,7 +143,7 @@ async def host(options: BootstrapOptions) -> None:
             addresses = await network.addresses()
             invite = invites.format(recipe.digest, addresses, admissions.credential)
             print(invite, flush=True)
-            kept = KeptInvite(home, invites.parse(invite), (), say)
+            kept = KeptInvite(home, invites.parse(invite), addresses, say)
             kept.keep()
             say(f"bootstrap peer of the run {recipe.run.name!r} ({recipe.digest[:12]}), home {home.path}")
             say(admissions.rule)

@@ -22,6 +22,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import logging
+import math
 import os
 import sys
 import threading
@@ -37,10 +38,15 @@ from noloco_node.admission.ticket import Right
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.node_search import MOST_NAMED, NodeSearch
 from noloco_node.libp2p.short_answers import MOST_VERSIONS, Version, names, record_count, restored, shortened
+from noloco_node.tasks import loop_s
 
 _LOADING = threading.Lock()  # a program may start two peers, each in a thread of its own
 _MOST_GHOSTS = 64
 _MOST_REFUSED = 1024
+_MET_S, _MOST_MET = 60.0, 4096
+"""A peer is a new neighbour, which is handed records, once in so long: one that calls and never answers would be it at
+each call. Of so many peers is that known.
+"""
 _MOST_SPARE = 256  # peers that wait for a place in a bucket of the routing table
 _SILENT_S = 15.0  # a peer that did not answer is left out for so long
 _PLACE_BYTES = 20  # of a place in the DHT, and of the id of a node
@@ -343,6 +349,7 @@ class DhtNode:
     def check_ids(self) -> None:
         """Refuse from now on every peer whose node says another id than the peer's; no refused one is a neighbour."""
         protocol, enter = self._node.protocol, self._node.protocol.update_routing_table
+        met_s: dict[PeerId, float] = {}  # since when each of the latest peers has not been met as a new one
 
         async def checked(node_id: Any, peer_id: PeerId, responded: bool = True) -> None:
             _CALLEE.set("")  # this is a task of hivemind, which may ask other peers by itself
@@ -352,9 +359,17 @@ class DhtNode:
                     del self._refused[next(iter(self._refused))]
             if self._is_refused(peer_id):
                 node_id, responded = None, False  # so hivemind drops it from the table, and gives it no records to keep
+            table = protocol.routing_table
+            if responded and node_id is not None:
+                if loop_s() - met_s.get(peer_id, -math.inf) < _MET_S:
+                    table.add_or_update_node(node_id, peer_id)  # else hivemind hands it all records again
+                else:
+                    met_s.pop(peer_id, None)
+                    met_s[peer_id] = loop_s()
+                    if len(met_s) > _MOST_MET:
+                        del met_s[next(iter(met_s))]
             await enter(node_id, peer_id, responded)
             if node_id is not None:
-                table = protocol.routing_table
                 spare = table.buckets[table.get_bucket_index(node_id)].replacement_nodes
                 if len(spare) > _MOST_SPARE:  # hivemind remembers everybody who ever called
                     del table[next(iter(spare))]

@@ -95,13 +95,16 @@ def all_gpus() -> list[torch.device]:
 
 
 def _driver_free_bytes(gpu: torch.device) -> int:
-    """Return the free memory of a CUDA device.
+    """Return the free memory of a CUDA device; 0 where it has failed, or has none left for a context.
 
     NVIDIA's driver is asked first: torch asks for a context on the device, which keeps its memory to the end.
     """
-    with suppress(OSError, AttributeError):
-        return _nvidia_free_bytes(str(torch.cuda.get_device_properties(gpu).uuid))
-    return torch.cuda.mem_get_info(gpu)[0]
+    try:
+        with suppress(OSError, AttributeError):
+            return _nvidia_free_bytes(str(torch.cuda.get_device_properties(gpu).uuid))
+        return torch.cuda.mem_get_info(gpu)[0]
+    except RuntimeError:
+        return 0
 
 
 def autocast_dtype(device: torch.device, precision: str) -> torch.dtype | None:

@@ -170,7 +170,10 @@ class KeptInvite:
     """
 
     def __init__(self, home: HomePaths, came_by: Invite, own: Sequence[str], say: Callable[[str], None]) -> None:
-        self._file, self._came_by, self._own = atomic_file.KeptFile(home.invite, "an invite", say), came_by, own
+        self._file, self._own = atomic_file.KeptFile(home.invite, "an invite", say), own
+        if own:  # the invite that we used may be our own, with the addresses of earlier starts
+            came_by = msgspec.structs.replace(came_by, addresses=tuple(not_ours(came_by.addresses, home)))
+        self._came_by = came_by
         self._others = [str(each) for each in met_before(came_by, home)][:BESIDE]
         self._written = ""
 

@@ -350,6 +350,31 @@ async def test_of_callers_that_find_no_place_in_the_routing_table_the_latest_are
     assert placed < len(nodes.table.uid_to_peer_id) == len(nodes.table.peer_id_to_uid) <= 2 * placed
 
 
+async def test_a_neighbour_that_comes_and_goes_is_handed_records_once_a_minute() -> None:
+    rng, handed = Random(0), list[float]()
+    dht_id, caller = inside("dht.routing:DHTID"), some_peer(rng)
+    protocol = inside("dht.protocol:DHTProtocol")(_initialized_with_create=True)
+    protocol.storage, protocol.node_id, protocol.num_replicas = inside("dht.storage:DHTLocalStorage")(), dht_id(7), 5
+    protocol.routing_table = inside("dht.routing:RoutingTable")(dht_id(7), bucket_size=8, depth_modulo=5)
+    protocol.storage.store_subkey(dht_id(9), "peer", b"x", time.time() + 3600.0)
+    loop, calls = asyncio.get_running_loop(), 0
+
+    async def call_store(*_: Any, **options: Any) -> None:
+        handed.append(loop.time())
+
+    protocol.call_store = call_store
+    DhtNode(SimpleNamespace(protocol=protocol), id_of).check_ids()
+    begin_s = loop.time()
+    while loop.time() < begin_s + 200.0:
+        await protocol.update_routing_table(id_of(caller), caller)
+        assert caller in protocol.routing_table
+        await asyncio.sleep(5.0)
+        del protocol.routing_table[id_of(caller)]
+        calls += 1
+    assert calls == 40
+    assert handed == [begin_s + after_s for after_s in (0.0, 60.0, 120.0, 180.0)]
+
+
 def test_no_answer_of_a_stranger_writes_onto_the_screen() -> None:
     load_hivemind()
     assert not logging.getLogger("hivemind.dht.protocol").isEnabledFor(logging.ERROR)

@@ -262,6 +262,9 @@ def test_a_gpu_is_asked_through_its_driver(wrong: str, monkeypatch: pytest.Monke
     assert [meter.joules() for _ in range(2)] == [1.5, 3.0]
 
 
+LOST, GPU_IS_LOST = -1, 15  # instead of free memory, and what NVIDIA's driver says then
+
+
 class _Gpus:
     """CUDA devices with so much free memory. `asked`: those on which torch was asked, which makes a context."""
 
@@ -278,6 +281,8 @@ class _Gpus:
     def _of_torch(self, gpu: torch.device) -> tuple[int, int]:
         assert gpu.index is not None
         self.asked.append(gpu.index)
+        if self._free[gpu.index] == LOST:
+            raise torch.AcceleratorError("CUDA error: unspecified launch failure")
         return self._free[gpu.index], 2**40
 
     def _refuse(self, _: str) -> Any:
@@ -291,8 +296,18 @@ class _Gpus:
         return 0
 
     def nvmlDeviceGetMemoryInfo(self, handle: Any, memory: Any) -> int:
-        memory._obj.free = self._free[handle.value - 1]
-        return 0
+        free = self._free[handle.value - 1]
+        memory._obj.free = max(0, free)
+        return GPU_IS_LOST if free == LOST else 0
+
+
+@pytest.mark.parametrize("nvml", [True, False], ids=["NVIDIA's driver", "torch alone"])
+@pytest.mark.parametrize(("free", "chosen"), [([LOST, 7], 1), ([3, LOST, LOST], 0)])
+def test_auto_leaves_out_a_gpu_that_has_failed(
+    free: list[int], chosen: int, nvml: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _Gpus(monkeypatch, free, nvml=nvml)
+    assert choose_device("auto") == torch.device("cuda", chosen)
 
 
 @pytest.mark.parametrize("nvml", [True, False], ids=["NVIDIA's driver", "torch alone"])

@@ -7,9 +7,11 @@ import string
 from pathlib import Path
 
 import pytest
+from admission_keys import public
 from hypothesis import given
 from hypothesis import strategies as st
 
+from noloco_node.admission.ticket import KEY_HEADER, peer_of_file
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.addresses import PeerAddress, check_announce, check_listen, parse_peer_address
 from noloco_node.network.wire import WIRE_VERSION
@@ -129,6 +131,19 @@ def test_a_home_that_comes_back_by_peers_that_it_met_keeps_the_way_to_them(tmp_p
     KeptInvite(HomePaths(tmp_path), wrong, ADDRESSES[1:2], print).keep()
     kept = [str(each) for each in invite.parse(invite.found(None, tmp_path)).addresses]
     assert kept == [ADDRESSES[1], ADDRESSES[2], ADDRESSES[0]]
+
+
+def test_a_home_that_joins_by_its_own_invite_again_and_again_keeps_the_way_into_the_swarm(tmp_path: Path) -> None:
+    """Each start may listen on another port."""
+    home, (bootstrap,) = HomePaths(tmp_path), ADDRESSES[:1]
+    home.identity.write_bytes(KEY_HEADER + (1).to_bytes(32) + public(1))
+    peer = peer_of_file(home.identity)
+    came_by = invite.format(DIGEST, [bootstrap])
+    for port in range(1, 100):
+        own = f"/ip4/192.0.2.9/tcp/{port}/p2p/{peer}"
+        KeptInvite(home, invite.parse(came_by), [own], print).keep()
+        came_by = invite.found(None, tmp_path)
+        assert list(map(str, invite.parse(came_by).addresses)) == [own, bootstrap]
 
 
 def test_an_invite_says_from_where_it_can_be_used() -> None:
