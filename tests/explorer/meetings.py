@@ -139,8 +139,10 @@ class MeetingChecker:
 
     def _tells(self, side: MeetingSide, other: MeetingSide) -> bool:
         """Say whether the gap tells this meeting from others; where there is none, the other may be the half of an
-        earlier one, whose last receipt was lost, if its mean is another. A mean that counts in part tells nothing, but an
-        exchange that began after one side's step is not that side's."""
+        earlier one, whose last receipt was lost, if its mean is another.
+
+        A mean that counts in part tells nothing, but an exchange that began after one side's step is not that side's.
+        """
         away, bound = self._apart(side, other)
         in_part = side.clipped or other.clipped
         at_once = max(side.begun_s, other.begun_s) <= min(side.stepped_s, other.stepped_s)
