@@ -18,7 +18,7 @@ LONGEST_S = 1e8  # three years: nobody waits so long
 LARGEST_COUNT = 2**53  # the largest whole number up to which a float holds them all
 LARGEST = 1e30
 LEAST = 1e-30  # the least number that is not zero: its reciprocal is no larger than `LARGEST`
-LATEST_UNIX_S = 2.0**40
+LATEST_UNIX_S = 2**40
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST_COUNT)]
 Fraction: TypeAlias = Annotated[float, Meta(ge=0.0, le=1.0)]

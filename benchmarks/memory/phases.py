@@ -174,7 +174,7 @@ async def one_round(replica: Replica, optimiser: OuterOptimiser) -> None:
     replica.cpu_s = cpu_s  # what the partner computes
     fast = await optimiser.hear_fast(came.coded.wire, snapshot, mine)
     cpu_s = replica.cpu_s
-    fast = await optimiser.bound_fast("partner", fast, snapshot, ours_older=False)
+    fast = await optimiser.bound_fast("partner", fast, snapshot)
     replica.cpu_s, replica.bound_s = cpu_s, replica.cpu_s - cpu_s
     async with replica.weights.slow.moving():
         correction = await optimiser.take(Step(snapshot.fast, fast, slow))

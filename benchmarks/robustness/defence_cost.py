@@ -62,7 +62,7 @@ class Cost(NamedTuple):
 def without_influence() -> Iterator[None]:
     """Let all count that is heard, and measure none of it."""
 
-    async def whole(_: object, partner: str, sides: Any, snapshot: object, *, ours_older: bool) -> Any:
+    async def whole(_: object, partner: str, sides: Any, snapshot: object) -> Any:
         return sides
 
     with (

@@ -342,11 +342,10 @@ class _Seen:
 class InfluenceBound:
     """The history of partners for one set of weights, and the share of the next one that counts.
 
-    `returned`: our weights are older than this process, and may be rounds behind. `from_zero`: all weights were zero at
-    first.
+    `from_zero`: all weights were zero at first.
     """
 
-    def __init__(self, *, returned: bool = False, from_zero: bool = False) -> None:
+    def __init__(self, *, from_zero: bool = False) -> None:
         self._from_zero = from_zero
         self._seen: dict[str, _Seen] = {}
         self._moves: deque[float] = deque(maxlen=MOVES)
@@ -354,23 +353,15 @@ class InfluenceBound:
         """What our moves would be after a whole round of the fastest replica's inner steps."""
         self._refused = 0
         """Meetings in a row that were refused."""
-        self._returned, self._has_counted = returned, False
-        """`_has_counted`: whether any partner's weights have counted here."""
+        self._has_counted = False
+        """Whether any partner's weights have counted here."""
 
-    def share(
-        self,
-        partner: str,
-        deviation: Deviation,
-        *,
-        round_fraction: float = 1.0,
-        only: bool = False,
-        ours_older: bool = False,
-    ) -> float:
+    def share(self, partner: str, deviation: Deviation, *, round_fraction: float = 1.0, only: bool = False) -> float:
         """Return the share of the way to a partner's weights that counts; raise Implausible where none does.
 
         `round_fraction`: our inner steps since the last outer step over those of the fastest replica in a round, above
-        0 and at most 1. `only`: our stage has no other partner. `ours_older`: the partner's weights have met others'
-        later than ours. Raises another ConnectionAbortedError where we may be the ones who are far.
+        0 and at most 1. `only`: our stage has no other partner. Raises another ConnectionAbortedError for a distance
+        before any partner has counted: then either side may honestly be behind.
         """
         if not math.isfinite(deviation.distance):
             raise Implausible("weights too far to measure")
@@ -396,8 +387,8 @@ class InfluenceBound:
         if ratio > (CLIP if often else REFUSE) * most:
             self._refused += 1
             far = f"weights {ratio:.3g} of a round's steps from ours, where {most:.3g} is usual"
-            if (ours_older or self._returned) and not self._has_counted:
-                raise ConnectionAbortedError(f"{far}: ours may be behind")
+            if not self._has_counted:
+                raise ConnectionAbortedError(f"{far}: either may be behind")
             raise Implausible(far)
         self._has_counted = True
         if len(self._seen) > 1 or not self._in_doubt:

@@ -304,8 +304,7 @@ async def _average(exchange: _Exchange, prefetch: Prefetch) -> _Swapped:
     came = await swap(conversation, sent)
 
     heard = await optimiser.hear_fast(came.fast, snapshot, fast)
-    ours_older = theirs.last_met > mine.last_met
-    sides = await optimiser.bound_fast(conversation.peer, heard, snapshot, ours_older=ours_older)
+    sides = await optimiser.bound_fast(conversation.peer, heard, snapshot)
     slow_sides: Sides | None = None
     if optimiser.needs_slow:
         # Each side's slow weights have come now, or ahead of time; both decode the ones that the other holds.
@@ -317,7 +316,7 @@ async def _average(exchange: _Exchange, prefetch: Prefetch) -> _Swapped:
             raise Implausible("no slow weights, and we hold none of this version")
         ours = slow.coded if slow is not None else slow_sides.mine if given is None else given.slow.mine
         slow_sides = slow_sides._replace(mine=ours)
-        slow_sides = await optimiser.bound_slow(conversation.peer, slow_sides, snapshot, ours_older=ours_older)
+        slow_sides = await optimiser.bound_slow(conversation.peer, slow_sides, snapshot)
     elif came.slow:
         raise Implausible("slow weights, which gamma = beta does not need")
     step = Step(snapshot.fast, sides, slow_sides, shares=optimiser.shares(mine.inner_steps, theirs.inner_steps))

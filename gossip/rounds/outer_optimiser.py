@@ -88,7 +88,7 @@ class OuterOptimiser:
 
     `version`: the number of outer steps taken here; it changes with the slow weights. `seed`: of the run. `fixed`:
     numbers of the tensors that no round moves. `from_zero`: the others were zero at first. `partners`: the other
-    replicas. `returned`: the weights are not a run's first ones.
+    replicas.
     """
 
     def __init__(
@@ -102,7 +102,6 @@ class OuterOptimiser:
         fixed: frozenset[int] = frozenset(),
         from_zero: bool = False,
         partners: Callable[[], Sized] = tuple,
-        returned: bool = False,
     ) -> None:
         outer = Outer(settings.alpha, settings.beta, settings.gamma)
         self._rule = Rule(outer, Delay(settings.momentum_period, settings.momentum_spread), fixed)
@@ -112,7 +111,7 @@ class OuterOptimiser:
         self._compute, self._partners = compute, partners
         self._coordinates = probe_coordinates(seed, [tensor.numel() for tensor in state.slow])
         self.state = _of_rule(state, settings.alpha)  # its tensors move with the next step
-        self._fast_bound, self._slow_bound = (InfluenceBound(returned=returned, from_zero=from_zero) for _ in range(2))
+        self._fast_bound, self._slow_bound = (InfluenceBound(from_zero=from_zero) for _ in range(2))
         """Of the fast and of the slow weights that partners bring."""
         self.version = 0
 
@@ -177,28 +176,26 @@ class OuterOptimiser:
         check(theirs, own, mine.norm)
         return Sides(mine.coded, theirs)
 
-    async def bound_fast(self, partner: str, sides: Sides, snapshot: Snapshot, *, ours_older: bool) -> Sides:
-        """Return both sides with the share of the partner's that counts; raise Implausible where none does.
+    async def bound_fast(self, partner: str, sides: Sides, snapshot: Snapshot) -> Sides:
+        """Return both sides with the share of the partner's that counts.
 
-        `ours_older`: its weights have met others' later than ours; then another ConnectionAbortedError may be raised.
+        Raises Implausible where none does, another ConnectionAbortedError where either side may be behind.
         """
-        return await self._bounded(self._fast_bound, snapshot.fast, partner, sides, snapshot, ours_older)
+        return await self._bounded(self._fast_bound, snapshot.fast, partner, sides, snapshot)
 
-    async def bound_slow(self, partner: str, sides: Sides, snapshot: Snapshot, *, ours_older: bool) -> Sides:
+    async def bound_slow(self, partner: str, sides: Sides, snapshot: Snapshot) -> Sides:
         """Do likewise with slow weights; the snapshot says how far ours have come since."""
         ours = OwnWeights(self.state.slow)
-        return await self._bounded(self._slow_bound, ours, partner, sides, snapshot, ours_older)
+        return await self._bounded(self._slow_bound, ours, partner, sides, snapshot)
 
     async def _bounded(
-        self, bound: InfluenceBound, ours: OwnWeights, partner: str, sides: Sides, snapshot: Snapshot, ours_older: bool
+        self, bound: InfluenceBound, ours: OwnWeights, partner: str, sides: Sides, snapshot: Snapshot
     ) -> Sides:
         only = self._has_one_partner_at_most
 
         def share() -> float:
             deviation = measure(sides.theirs, ours, self.state.slow, snapshot.fast)
-            return bound.share(
-                partner, deviation, round_fraction=snapshot.round_fraction, only=only, ours_older=ours_older
-            )
+            return bound.share(partner, deviation, round_fraction=snapshot.round_fraction, only=only)
 
         return sides._replace(share=await self._compute(share))
 

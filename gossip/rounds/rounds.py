@@ -72,7 +72,6 @@ class Rounds:
             fixed=context.fixed,
             from_zero=context.from_zero,
             partners=context.partners,
-            returned=origin.rounds > 0,
         )
         self._prefetcher = SlowWeightPrefetcher(self._round_state, self._optimiser, context)
         self._meetings = MeetingProtocol(self._round_state, self._optimiser, replica, context, self._end_round)

@@ -17,10 +17,10 @@ from typing import Annotated, TypeAlias
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from noloco_node.admission.ticket import LATEST_UNIX_S, MOST_REVOKED, encode_list, signed_list
+from noloco_node.admission.ticket import MOST_REVOKED, encode_list, signed_list
 from noloco_node.errors import config_error, os_errors_as, reason_of, storage_error, usage_error
 from noloco_node.storage import atomic_file
-from noloco_node.units import Count
+from noloco_node.units import LATEST_UNIX_S, Count
 
 TICKET = "ticket"  # the kind of an entry for a peer; other entries are for the key of a single-use invite
 HexKey: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
@@ -135,7 +135,7 @@ def with_revoked(
     if len(kept) > MOST_REVOKED:
         raise usage_error(
             f"{len(kept)} tickets would be revoked at once.",
-            why=f"the list that travels has room for {MOST_REVOKED}, each until its ticket expires",
+            why=f"the list that travels has room for {MOST_REVOKED}, each until its last ticket has expired",
             hint="give tickets that expire sooner (--days)",
         )
     number = members.number + 1

@@ -40,6 +40,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from noloco_node.errors import os_errors_as, storage_error
 from noloco_node.network.wire import decoded
+from noloco_node.units import LATEST_UNIX_S
 
 KEY_BYTES = 32
 _LONGEST_ID = 64
@@ -106,7 +107,6 @@ def is_signed_by(key: bytes, signature: bytes, told: bytes) -> bool:
 MOST_GRANTS = 4
 TICKET_BYTES = 512
 SIGNATURE_BYTES = 64
-LATEST_UNIX_S = 2**40
 LOOK_S = 3600  # a temporary identity may look for so long
 MOST_REVOKED = 128
 LIST_BYTES = 7 * 1024  # a record of the DHT holds a list of revocations

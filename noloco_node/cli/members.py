@@ -175,7 +175,7 @@ def _subject(who: str | None, members: owner_files.MemberList) -> str:
 def _longest_life(subject: str, members: owner_files.MemberList, rule: str, now_s: float) -> int:
     """Return the latest end of a ticket that a key may have; 0 if it can have none.
 
-    Any peer may have entered by any single-use invite in the list, or by any delegate, whatever else the list says.
+    A peer may have entered by any single-use invite in the list, or by any delegate, whatever else the list says of it.
     """
     own = [each for each in members.issued if each.key == subject]
     of_invite = any(each.kind != TICKET for each in own)

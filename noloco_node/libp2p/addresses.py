@@ -99,13 +99,13 @@ def checked_relays(addresses: Iterable[str]) -> tuple[str, ...]:
         except ValueError:
             continue
         # A comma would smuggle a second address into the daemon's command line.
-        if "," not in text and _is_dialled(address) and (address.peer in found or len(found) < _MOST_RELAYS):
+        if "," not in text and _is_readable(address) and (address.peer in found or len(found) < _MOST_RELAYS):
             found.setdefault(address.peer, []).append(str(address))
     return tuple(place for places in found.values() for place in dict.fromkeys(places[:RELAY_PLACES]))
 
 
-def _is_dialled(address: PeerAddress) -> bool:
-    """Say whether the daemon can read an address: it does not start with one of a kind that it does not know."""
+def _is_readable(address: PeerAddress) -> bool:
+    """Say whether the daemon can read an address: given one of a kind that it does not know, it ends at once."""
     host, *transport = (kind for kind, _ in _parse(address.transport))
     return host in _HOSTS and tuple(transport) in _TRANSPORTS
 
@@ -141,16 +141,16 @@ def check_announce(addresses: Sequence[str]) -> None:
         try:
             parts = _parse(text)
         except ValueError as error:
-            raise _not_dialled(text, str(error)) from None
+            raise _not_dialable(text, str(error)) from None
         kinds = [kind for kind, _ in parts]
         if len(parts) < 2 or kinds[0] not in _HOSTS or kinds[1] not in ("tcp", "udp") or parts[1][1] == "0":
-            raise _not_dialled(text, "an announced address needs the port that others can reach")
+            raise _not_dialable(text, "an announced address needs the port that others can reach")
         if kinds[1] == "udp" and "quic-v1" not in kinds:
-            raise _not_dialled(text, _QUIC_ALONE)
+            raise _not_dialable(text, _QUIC_ALONE)
         if "p2p" in kinds:
-            raise _not_dialled(text, "it names a peer; the id of this one is added where it is told")
+            raise _not_dialable(text, "it names a peer; the id of this one is added where it is told")
         if parts[0][1] in EVERY_INTERFACE:
-            raise _not_dialled(text, "it stands for every interface of a machine, and nobody can dial it")
+            raise _not_dialable(text, "it stands for every interface of a machine, and nobody can dial it")
 
 
 def port_of(text: str) -> int:
@@ -212,7 +212,7 @@ def _not_an_address(text: str, why: str) -> UserError:
     return _not_usable(text, why, "write it like /ip4/0.0.0.0/tcp/4001 (port 0 to listen lets the system choose)")
 
 
-def _not_dialled(text: str, why: str) -> UserError:
+def _not_dialable(text: str, why: str) -> UserError:
     return _not_usable(text, why, "announce what others dial, like /ip4/203.0.113.7/tcp/4001; or leave --announce out")
 
 

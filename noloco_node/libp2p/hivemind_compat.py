@@ -44,8 +44,8 @@ _LOADING = threading.Lock()  # a program may start two peers, each in a thread o
 _MOST_GHOSTS = 64
 _MOST_REFUSED = 1024
 _MET_S, _MOST_MET = 60.0, 4096
-"""A peer is a new neighbour, which is handed records, once in so long: one that calls and never answers would be it at
-each call. Of so many peers is that known.
+"""A peer counts as a new neighbour, which is handed records, once in so long at most: one that calls and never answers
+would be a new one at each call. That is remembered of so many peers.
 """
 _MOST_SPARE = 256  # peers that wait for a place in a bucket of the routing table
 _SILENT_S = 15.0  # a peer that did not answer is left out for so long
@@ -155,7 +155,7 @@ def mend_calls(client: DaemonClient) -> None:
 
 
 class _CallsUnderWay(dict[Any, "asyncio.Future[Any]"]):
-    """Calls by their ids; those that are over are none."""
+    """Calls by their ids; one that is over counts as gone."""
 
     def __setitem__(self, call_id: Any, call: asyncio.Future[Any]) -> None:
         super().__setitem__(call_id, call)
@@ -568,7 +568,7 @@ class _Authorizer:
 
 
 def _has_node_id(message: Any) -> bool:
-    """Say whether the id of a node that a message says, if any, is one; else hivemind raises AssertionError."""
+    """Say whether a message names no node, or one by an id of the right length: hivemind raises AssertionError else."""
     return len(message.peer.node_id) in (0, _PLACE_BYTES)
 
 
@@ -577,7 +577,7 @@ def _is_find(request: Any) -> bool:
 
 
 def _has_few_records(request: Any) -> bool:
-    """Say whether a request for storage has so few records as one answer, before hivemind decodes any of them."""
+    """Say whether a request for storage has no more records than one answer, before hivemind decodes any of them."""
     values = zip(request.subkeys, request.values, strict=False)  # a dictionary has no subkey
     try:
         return sum(1 if subkey else record_count(value) for subkey, value in values) <= MOST_VERSIONS

@@ -117,8 +117,9 @@ class DialBackService:
 
     def __init__(self, relays: Callable[[], Awaitable[Sequence[str]]]) -> None:
         self._relays = relays
-        self._found, self._looked_s = tuple[str, ...](), -_LOOK_AGAIN_S
-        self._looking, self._turns = asyncio.Lock(), asyncio.Semaphore(_MOST_DIALS)
+        self._turns = asyncio.Semaphore(_MOST_DIALS)
+        self._found, self._looked_s = tuple[str, ...](), 0.0
+        self._looking: asyncio.Task[None] | None = None  # no caller's own: one that gives up would end it for all
 
     async def answer(self, conversation: Conversation) -> None:
         async with patient(conversation, ASK_S):
@@ -150,13 +151,15 @@ class DialBackService:
             return False
 
     async def _known(self) -> tuple[str, ...]:
-        try:
-            async with asyncio.timeout(_LOOK_S), self._looking:
-                if loop_s() - self._looked_s >= _LOOK_AGAIN_S:
-                    self._found, self._looked_s = tuple(await self._relays()), loop_s()
-                return self._found
-        except TimeoutError:
-            return ()
+        if self._looking is None or loop_s() - self._looked_s >= _LOOK_AGAIN_S:
+            self._looked_s, self._looking = loop_s(), asyncio.create_task(self._look())
+        await asyncio.shield(self._looking)
+        return self._found
+
+    async def _look(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_S):
+                self._found = tuple(await self._relays())
 
 
 class PreflightGoal(NamedTuple):

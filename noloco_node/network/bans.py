@@ -166,6 +166,6 @@ def address_prefix(origin: str) -> IPv4Network | IPv6Network | None:
 
 
 def public_prefix(origin: str) -> str:
-    """Return that prefix as text; empty where the address says nothing of who comes, as within one household."""
+    """Return `address_prefix` as text; empty where it says nothing of who comes, as within one household."""
     place = address_prefix(origin)
     return str(place) if place is not None and place.is_global else ""

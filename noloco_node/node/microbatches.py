@@ -46,7 +46,7 @@ RETRY_S = 1.0  # pause before a source tries the same tokens again, where the re
 LONGEST_RETRY_S = 30.0  # the longest such pause: by then the next stage may have healed, or has other replicas
 REPLIES = TimeoutBounds(least_s=10.0, most_s=math.inf, unknown_s=math.inf)
 """Of a reply to a microbatch, where one stage is below us."""
-MOST_IDLE = 256  # conversations that wait here for another microbatch: half of all that are answered at a time
+MOST_IDLE = 192  # conversations that wait here for another microbatch: peers of one cloud need room for others too
 IDLE_S = 60.0  # a conversation that was not used for so long is ended: its beats cost more than opening another
 MOST_POOLED = 128  # with all peers; the one that has been idle for longest is ended first
 FEWEST_AT_ONCE, MOST_AT_ONCE = 3, 8

@@ -139,9 +139,14 @@ class MeetingChecker:
 
     def _tells(self, side: MeetingSide, other: MeetingSide) -> bool:
         """Say whether the gap tells this meeting from others; where there is none, the other may be the half of an
-        earlier one, whose last receipt was lost, if its mean is another. A mean that counts in part tells nothing."""
+        earlier one, whose last receipt was lost, if its mean is another.
+
+        A mean that counts in part tells nothing, but an exchange that began after one side's step is not that side's.
+        """
         away, bound = self._apart(side, other)
-        return max(side.gap, other.gap) > NO_GAP or away <= bound or side.clipped or other.clipped
+        in_part = side.clipped or other.clipped
+        at_once = max(side.begun_s, other.begun_s) <= min(side.stepped_s, other.stepped_s)
+        return max(side.gap, other.gap) > NO_GAP or away <= bound or (in_part and at_once)
 
     def _is_spoilt(self, side: MeetingSide) -> bool:
         return any(self.context.is_spoilt(peer, side.begun_s) for peer in (side.name, side.partner))

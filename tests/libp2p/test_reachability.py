@@ -236,6 +236,29 @@ async def test_many_callers_cost_one_look_into_the_dht() -> None:
     assert looks == [begin_s, begin_s + 12.0]
 
 
+@pytest.mark.parametrize("gives_up", [False, True])
+async def test_a_slow_dht_is_looked_into_no_oftener_and_hides_no_relay_that_is_known(*, gives_up: bool) -> None:
+    """Nor is it for callers that give up: a look goes on for the others."""
+    looks = list[float]()
+
+    async def look() -> tuple[str, ...]:
+        looks.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(3.0 if len(looks) == 1 else 10**6)
+        return ("known",)
+
+    service, begin_s, callers = DialBackService(look), asyncio.get_running_loop().time(), list[Caller]()
+    for number in range(40):
+        callers.append(Caller(DialMe(ports=())))
+        asking = asyncio.ensure_future(service.answer(cast(Conversation, callers[-1])))
+        await asyncio.sleep(0.5)
+        if gives_up and number % 2 == 0:
+            asking.cancel()
+    await asyncio.sleep(20.0)
+    assert looks == [begin_s, begin_s + 10.0]
+    stayed = callers[1::2] if gives_up else callers
+    assert [caller.answers[0].relays for caller in stayed] == [("known",)] * len(stayed)
+
+
 async def test_a_caller_that_answers_where_it_should_ask_violates_the_protocol() -> None:
     reply = Caller(DialBackReply(place="", tried=False, relays=()))
     with pytest.raises(Violation):

@@ -17,6 +17,7 @@ from msgspec import structs
 from torch import Tensor
 
 from noloco_node.journal import events
+from noloco_node.libp2p.settings import Capacity
 from noloco_node.network.bans import BanHook
 from noloco_node.network.calls import HookedNetwork
 from noloco_node.network.interface import Conversation, PeerNetwork
@@ -161,6 +162,11 @@ async def test_of_too_many_idle_conversations_the_longest_idle_is_ended(monkeypa
             await ask(conversation)
         await asyncio.sleep(1.0)
         assert [each.is_quiet for each in (first, second, third)] == [False, True, True]
+
+
+def test_peers_of_one_address_prefix_have_room_beside_their_idle_conversations() -> None:
+    """Or nobody in a large swarm within one cloud could meet, or ask for a ticket, for a minute after a busy one."""
+    assert 0.75 * Capacity().per_prefix >= microbatches.MOST_IDLE
 
 
 async def test_a_server_that_closes_ends_who_is_idle_at_once_and_who_is_not_after_the_answer() -> None:

@@ -452,26 +452,11 @@ def test_a_swarm_in_which_nobody_meets_is_found(
 
 # What hostile peers could do is found.
 
-DIRTY = """
-[swarm]
-stages = 2
-replicas = 4
-rounds = 6
-microbatches_per_step = 2
-model = "wide quadratic"
-learning_rate = 0.3
-refresh_s = 2.0
-duration_s = 2000.0
-[[fault]]
-kind = "hostile"
-peer = "s1r3"
-how = "{how}"
-at_s = 0.0
-"""
+ONE_ATTACK = (ROOT / "tests/explorer/one_attack.toml").read_text()
 
 
 def attacked(how: str) -> ExploreResult:
-    return examine(decode_scenario(DIRTY.replace("{how}", how), "here"))
+    return examine(decode_scenario(ONE_ATTACK.replace('how = "old"', f'how = "{how}"'), "here"))
 
 
 def test_weights_that_are_believed_whatever_they_are_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -506,9 +491,9 @@ at_s = 12.0
 def test_a_newcomer_replaces_what_a_liar_gave_it_once_for_each_lie() -> None:
     """The loss of its first microbatches tells it: of those that began with these weights, none that came after."""
     told: list[str] = []
-    text = DIRTY.replace("rounds = 6", "rounds = 8\nblocking = true\ninner_steps_per_round = 3\noverlap_steps = 1")
+    text = ONE_ATTACK.replace("rounds = 6", "rounds = 8\nblocking = true\ninner_steps_per_round = 3\noverlap_steps = 1")
     text = text.replace("microbatches_per_step = 2", "microbatches_per_step = 4\nstaleness_at_most = 2") + NEWCOMER
-    result = examine(decode_scenario(text.replace("{how}", "flipped"), "here"), told.append)
+    result = examine(decode_scenario(text.replace('"old"', '"flipped"'), "here"), told.append)
     assert result.broken is None
     assert any("late1 catch_up: what done" in line and "donor s1r3" in line for line in told)
     taken = sum("late1 outer_step" in line and "partner s1r3" in line and "adopted True" in line for line in told)

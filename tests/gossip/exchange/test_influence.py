@@ -108,7 +108,7 @@ def test_the_influence_of_any_partner_on_the_mean_is_bounded(
         deviation = measured(coded, slow, fast)
         try:
             share = bound.share("liar", deviation)
-        except Implausible:
+        except ConnectionAbortedError:
             continue
         after = step_of(slow, fast, Sides(encode(Format.FLOAT32, fast).coded, coded, share))
         most = CLIP * usual if len(before) > VOICES else REFUSE * max(usual, *lengths)
@@ -223,7 +223,7 @@ def test_distances_that_grow_shut_nobody_out_for_ever() -> None:
 def test_the_first_partner_is_not_the_measure_of_all() -> None:
     bound = InfluenceBound()
     for _ in range(3):
-        with pytest.raises(Implausible):
+        with pytest.raises(ConnectionAbortedError):
             bound.share("liar", at(15.0))
         assert bound.share("honest", at(1.5)) == 1.0
 
@@ -242,7 +242,7 @@ def test_who_is_far_each_time_is_refused_and_once_is_clipped() -> None:
 def test_whoever_refuses_everybody_doubts_itself() -> None:
     bound = InfluenceBound()
     for _ in range(SELF_DOUBT):
-        with pytest.raises(Implausible):
+        with pytest.raises(ConnectionAbortedError):
             bound.share("mate", at(30.0))
     assert bound.share("mate", at(30.0)) == 1.0
 
@@ -307,27 +307,24 @@ def test_weights_count_from_a_cosine_of_three_tenths_on(cosine: float, counts: b
 def test_only_refusals_in_a_row_make_us_doubt_ourselves(near: str) -> None:
     bound = InfluenceBound()
     for _ in range(3 * SELF_DOUBT):
-        with pytest.raises(Implausible):
+        with pytest.raises(ConnectionAbortedError):
             bound.share("mate", at(30.0))
         bound.share(near, at(1.0))
 
 
-@pytest.mark.parametrize(("returned", "ours_older"), [(True, False), (False, True), (True, True)])
-def test_a_replica_that_is_behind_blames_nobody_for_the_distance_until_it_has_met(
-    returned: bool, ours_older: bool
-) -> None:
-    """A slow machine at first, or one that returns, is rounds behind and far from all; no liar counts for that."""
-    bound = InfluenceBound(returned=returned)
+def test_a_replica_blames_nobody_for_the_distance_until_it_has_met() -> None:
+    """It or its partner may return, or be slow, and so be rounds behind; no liar counts for that."""
+    bound = InfluenceBound()
     for _ in range(2):
-        with pytest.raises(ConnectionAbortedError, match="ours may be behind") as refused:
-            bound.share("honest", at(16.3), ours_older=ours_older)
+        with pytest.raises(ConnectionAbortedError, match="either may be behind") as refused:
+            bound.share("honest", at(16.3))
         assert not isinstance(refused.value, Implausible)
     for lie in (at(1.0, alike=-0.9), at(math.inf)):
         with pytest.raises(Implausible):
             bound.share("liar", lie)
     assert bound.share("near", at(1.0)) == 1.0
     with pytest.raises(Implausible):
-        bound.share("liar", at(30.0), ours_older=True)
+        bound.share("liar", at(30.0))
 
 
 def test_a_partner_that_is_where_we_are_counts_whole() -> None:
@@ -346,7 +343,7 @@ def test_longer_or_shorter_weights_count_in_part(times: float, seed: int, before
     coded = encode(Format.FLOAT32, tuple(tensor * times for tensor in fast)).coded
     deviation = measured(coded, slow, fast)
     assert deviation.longer == pytest.approx(times - 1.0, abs=1e-5)
-    with contextlib.suppress(Implausible):
+    with contextlib.suppress(ConnectionAbortedError):
         assert bound.share("liar", deviation) * abs(deviation.longer) <= CLIP * TYPICAL_LENGTH * 1.001
 
 
@@ -375,7 +372,7 @@ def test_weights_that_began_at_zero_need_not_be_alike(alike: float, distance: fl
     if alike < LEAST_ALIKE:
         with pytest.raises(Implausible, match="not like ours"):
             InfluenceBound().share("p", deviation)
-    with pytest.raises(Implausible, match="is usual"):
+    with pytest.raises(ConnectionAbortedError, match="is usual"):
         InfluenceBound(from_zero=True).share("p", at(2 * REFUSE, alike=alike))
 
 
@@ -392,7 +389,7 @@ def test_a_machine_of_few_steps_measures_as_one_that_took_them_all(
         for bound, share, own in ((slow, fraction, math.sqrt(fraction)), (fast, 1.0, 1.0)):
             try:
                 found = bound.share(f"p{number % 2}", at(distance)._replace(own=own), round_fraction=share)
-            except Implausible:
+            except ConnectionAbortedError:
                 found = 0.0
             told.append(found)
         assert told[0] == pytest.approx(told[1])

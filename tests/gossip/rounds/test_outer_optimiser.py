@@ -305,7 +305,7 @@ async def test_no_computation_asks_for_the_roster() -> None:
         (await one.encode_slow(()), lambda wire, _, mine: one.hear_slow(wire, mine), one.bound_slow),
     ):
         heard = await hear(encoded.coded.wire, snapshot, encoded)
-        assert (await bound("a", heard, snapshot, ours_older=False)).share == 1.0
+        assert (await bound("a", heard, snapshot)).share == 1.0
     wire = (await one.encode_absolute(snapshot)).coded.wire
     await one.adopting(wire, snapshot, disowned=False)
     assert asked == [False] * 3
