@@ -27,7 +27,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -49,6 +49,7 @@ would be a new one at each call. That is remembered of so many peers.
 """
 _MOST_SPARE = 256  # peers that wait for a place in a bucket of the routing table
 _SILENT_S = 15.0  # a peer that did not answer is left out for so long
+_ASK_AGAIN_S = 1.0
 _PLACE_BYTES = 20  # of a place in the DHT, and of the id of a node
 _PEER_BYTES = 64  # of the id of a peer, at most
 _BUCKET = 8
@@ -237,7 +238,7 @@ class DhtNode:
         self.check_ids()
         return self
 
-    async def join(self, peers: Iterable[PeerId], wait_s: float) -> bool:
+    async def join(self, peers: Collection[PeerId], wait_s: float) -> bool:
         """Make us known to peers and, if we may ask them, to the nodes near our place; say whether a peer answers.
 
         hivemind's own way to join asks before the ids are checked.
@@ -246,6 +247,9 @@ class DhtNode:
         with contextlib.suppress(TimeoutError, ConnectionResetError):
             async with asyncio.timeout(wait_s):
                 answers += await asyncio.gather(*map(self.ping, peers))
+                while answers and not any(answers):  # a peer is reached a moment before its node of the DHT answers
+                    await asyncio.sleep(_ASK_AGAIN_S)
+                    answers = await asyncio.gather(*map(self.ping, peers))
                 await self._become_known()
         return any(answers)
 

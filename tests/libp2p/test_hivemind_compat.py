@@ -292,6 +292,21 @@ async def test_a_search_of_our_own_place_that_is_cut_off_is_made_again(seed: int
     assert not ours
 
 
+@given(st.integers(1, 4), st.lists(st.integers(0, 12), max_size=4))
+async def test_a_node_that_starts_while_we_join_is_asked_again(wait_s: int, silences: list[int]) -> None:
+    """`silences`: how often each door is asked in vain. After a power cut all peers start at once."""
+    rng = Random(0)
+    nodes, doors = Neighbourhood([some_peer(rng) for _ in range(9)]), [some_peer(rng) for _ in silences]
+    asked = Counter[Any]()
+
+    async def ping(peer: Any) -> bool:
+        asked[peer] += 1
+        return asked[peer] > silences[doors.index(peer)]
+
+    nodes.node.ping = ping  # type: ignore[method-assign]
+    assert await nodes.node.join(doors, wait_s + 0.5) == any(each <= wait_s for each in silences)
+
+
 @given(st.integers(0, 2**32), st.integers(2, 30), st.integers(1, 6))
 async def test_a_peer_whose_node_says_another_id_is_neither_asked_again_nor_stored_to(
     seed: int, count: int, liars: int
