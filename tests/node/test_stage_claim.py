@@ -389,7 +389,8 @@ def test_a_microbatch_is_measured_at_every_stage_of_a_real_model_and_leaves_no_t
     for module in (forward_pass, graph_memory):
         monkeypatch.setattr(module, "LOGITS", logits)
     monkeypatch.setattr(graph_memory, "_families", {})  # what was worked out with other LOGITS
-    what = recipe(stages=3, extra=f'[data]\nsource = "json"\npath = "x"\nform = "{form}"\n')
+    template = 'chat_template = "chatml"\n' if form == "messages" else ""
+    what = recipe(stages=3, extra=f'[data]\nsource = "json"\npath = "x"\nform = "{form}"\n{template}')
     plan, ticks = model_layout(what.run), iter(range(100))
     for number in range(3):
         stage = make_stage(what.run, plan, number, torch.device("cpu"))
