@@ -26,14 +26,16 @@ showed before, to which each partner has one voice:
     beyond, or not finite              is implausible: the meeting is lost
     beyond CLIP, as mostly             likewise, unless it is our only partner, which may be faster than we are
 
+- How far a partner's weights lie from ours *along* ours is compared with its own median likewise, but only scaled down
+  and never refused. Not where all began at zero, nor of our only partner. Weights times 1.5 pass the bound of the
+  distance once others have taken a part of them over, and cost by many small meetings.
 - A cosine of both weights below LEAST_ALIKE is implausible: replicas of a stage began alike. Not where all began at
   zero, as the second matrices of adapters do whose first ones are frozen.
 - A partner that pulls back, as a mean over its last meetings, counts less, down to LEAST_PULL, unless most others pull
   back too, or there is no other. It is never refused for it: an honest partner that lags pulls back as well.
 - After SELF_DOUBT refusals in a row our guess of the median, TYPICAL, has no voice, for it may be us who are far. A
   replica that returns with a checkpoint of some rounds ago is far from everybody, and so is a slow machine whose first
-  round ends after several rounds of others. Until a partner's weights have counted here, a distance blames nobody in
-  the first case, and in the second no partner whose weights have met others' later than ours.
+  round ends after several rounds of others. So a distance blames nobody until a partner's weights have counted here.
 - Fewer than LEAST_VALUES weights only have to be finite.
 - Weights that we adopt may be at any distance, since it is we who are late. If they lie back from where ours have come,
   their partner is later still, or lies, and we stay where we are.
@@ -94,7 +96,8 @@ STEP_OF_NOTHING = 2.0**-24
 
 CLIP = 4.0
 REFUSE = 8.0
-"""Medians of the distance that counts whole, and that counts at all."""
+"""Medians of the distance, and of the difference in length, that counts whole; medians of the distance that counts at
+all."""
 TYPICAL, TYPICAL_LENGTH = 1.0, 0.005
 """The least medians: of the distance, in our own pseudo-gradients, since within one step a partner does no more than
 one step's harm; and of how much longer or shorter a partner's weights are, in lengths of ours."""

@@ -6,6 +6,8 @@ import asyncio
 import struct
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ from limits import LAST_RESORT_S, PATIENT, RECORD_S
 
 from noloco_node.libp2p import dht_records, record_checks
 from noloco_node.libp2p.dht_records import next_expiry
-from noloco_node.libp2p.hivemind_compat import load_hivemind
+from noloco_node.libp2p.hivemind_compat import DhtNode, load_hivemind
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.record_checks import (
     MOST_KEYS_OF_ONE,
@@ -304,6 +306,18 @@ def test_a_forged_record_is_neither_stored_by_others_nor_believed() -> None:
     asyncio.run(limited())
 
 
+@asynccontextmanager
+async def flooded() -> AsyncIterator[tuple[Libp2pNetwork, DhtNode, Any, Libp2pNetwork]]:
+    """Yield a peer, the DHT node of another that asks it for much, the peer's id for hivemind, and a third peer."""
+    alone = NetworkSettings(run="run", listen=("/ip4/127.0.0.1/tcp/0",), timeouts=PATIENT)
+    async with asyncio.timeout(LAST_RESORT_S), Libp2pNetwork.open(alone) as one:
+        joining = msgspec.structs.replace(alone, bootstrap=tuple(await one.addresses()))
+        async with Libp2pNetwork.open(joining) as flooder, Libp2pNetwork.open(joining) as other:
+            assert flooder._joined is not None
+            assert flooder._joined.records._node is not None
+            yield one, flooder._joined.records._node, load_hivemind().PeerID.from_base58(one.peer_id), other
+
+
 @pytest.mark.network
 @pytest.mark.parametrize("whole", [False, True], ids=["by record", "by key"])
 def test_one_caller_has_a_bounded_number_of_signatures_checked(monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
@@ -321,37 +335,27 @@ def test_one_caller_has_a_bounded_number_of_signatures_checked(monkeypatch: pyte
         return verifies(place, peer, expiry, value)
 
     async def main() -> None:
-        alone = NetworkSettings(run="run", listen=("/ip4/127.0.0.1/tcp/0",), timeouts=PATIENT)
-        async with Libp2pNetwork.open(alone) as one:
-            joining = msgspec.structs.replace(alone, bootstrap=tuple(await one.addresses()))
-            async with Libp2pNetwork.open(joining) as flooder, Libp2pNetwork.open(joining) as other:
-                assert flooder._joined is not None
-                assert flooder._joined.records._node is not None
-                node, dht_id = flooder._joined.records._node._node, load_hivemind().DHTID
-                target = load_hivemind().PeerID.from_base58(one.peer_id)
-                monkeypatch.setattr(record_checks, "_verifies", counted)
-                expiry = time.time() + RECORD_S
-                for turn in range(3):
-                    forged = [msgspec.msgpack.encode(bytes(64) + b"%d" % number) for number in range(100)]
-                    keys = [dht_id.generate(source=f"{turn} {number}") for number in range(100)]
-                    if whole:
-                        kept = DictionaryDHTValue()
-                        for number, value in enumerate(forged):
-                            kept.store(f"{turn} {number}", value, expiry)
-                        taken = await node.protocol.call_store(target, keys[:1], [kept], [expiry])
-                    else:
-                        names = [f"{turn} {number}" for number in range(100)]
-                        taken = await node.protocol.call_store(target, keys, forged, [expiry] * 100, subkeys=names)
-                    assert taken is not None
-                assert len(asked) == most
-                assert await other.publish(KEY, other.peer_id, b"true", RECORD_S)
-                assert other.peer_id in await one.read(KEY)
+        async with flooded() as (one, flooder, target, other):
+            node, dht_id = flooder._node, load_hivemind().DHTID
+            monkeypatch.setattr(record_checks, "_verifies", counted)
+            expiry = time.time() + RECORD_S
+            for turn in range(3):
+                forged = [msgspec.msgpack.encode(bytes(64) + b"%d" % number) for number in range(100)]
+                keys = [dht_id.generate(source=f"{turn} {number}") for number in range(100)]
+                if whole:
+                    kept = DictionaryDHTValue()
+                    for number, value in enumerate(forged):
+                        kept.store(f"{turn} {number}", value, expiry)
+                    taken = await node.protocol.call_store(target, keys[:1], [kept], [expiry])
+                else:
+                    names = [f"{turn} {number}" for number in range(100)]
+                    taken = await node.protocol.call_store(target, keys, forged, [expiry] * 100, subkeys=names)
+                assert taken is not None
+            assert len(asked) == most
+            assert await other.publish(KEY, other.peer_id, b"true", RECORD_S)
+            assert other.peer_id in await one.read(KEY)
 
-    async def limited() -> None:
-        async with asyncio.timeout(LAST_RESORT_S):
-            await main()
-
-    asyncio.run(limited())
+    asyncio.run(main())
 
 
 @pytest.mark.network
@@ -360,21 +364,11 @@ def test_one_caller_reads_a_bounded_number_of_bytes(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(dht_records, "READ_BYTES_PER_S", 1e-3)
 
     async def main() -> None:
-        alone = NetworkSettings(run="run", listen=("/ip4/127.0.0.1/tcp/0",), timeouts=PATIENT)
-        async with Libp2pNetwork.open(alone) as one:
-            joining = msgspec.structs.replace(alone, bootstrap=tuple(await one.addresses()))
-            async with Libp2pNetwork.open(joining) as flooder, Libp2pNetwork.open(joining) as other:
-                assert flooder._joined is not None
-                node, target = flooder._joined.records._node, load_hivemind().PeerID.from_base58(one.peer_id)
-                assert node is not None
-                assert await one.publish(KEY, one.peer_id, bytes(2000), RECORD_S)
-                answers = [await node.find(target, PLACE) for _ in range(4)]
-                assert [answer is not None for answer in answers] == [True, True, False, False]
-                assert await node.ping(target)
-                assert one.peer_id in await other.read(KEY)
+        async with flooded() as (one, node, target, other):
+            assert await one.publish(KEY, one.peer_id, bytes(2000), RECORD_S)
+            answers = [await node.find(target, PLACE) for _ in range(4)]
+            assert [answer is not None for answer in answers] == [True, True, False, False]
+            assert await node.ping(target)
+            assert one.peer_id in await other.read(KEY)
 
-    async def limited() -> None:
-        async with asyncio.timeout(LAST_RESORT_S):
-            await main()
-
-    asyncio.run(limited())
+    asyncio.run(main())
