@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from noloco_node.admission.owner_files import key_file, make_key, public_half, save_key
-from noloco_node.cli.options import CapOption, DownloadOption, UploadOption, check_values, directory_there
+from noloco_node.cli.options import (
+    CapOption,
+    DownloadOption,
+    UploadOption,
+    check_values,
+    directory_there,
+    weights_option,
+)
 from noloco_node.errors import UserError, config_error, usage_error
 from noloco_node.limits.budget import read_owner_limits, read_rate, read_size
 from noloco_node.machine.signals import unwound
@@ -316,12 +323,7 @@ def data(
     ] = None,
     weights: Annotated[
         Path | None,
-        typer.Option(
-            "--weights",
-            metavar="DIR",
-            help="The checkpoint that the run goes on from (init --from DIR), for its tokenizer.",
-            callback=directory_there,
-        ),
+        weights_option("The checkpoint that the run goes on from (init --from DIR), for its tokenizer."),
     ] = None,
 ) -> None:
     """Show three rows as a run reads them, with the tokens that are learnt marked, and count those that do not fit.
