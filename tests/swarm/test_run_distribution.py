@@ -6,16 +6,15 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from memory_swarms import recipe
+from threadless import without_threads
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import Conversation
@@ -56,17 +55,6 @@ def fetched(serve: dict[str, Callable[[Conversation], Awaitable[None]]], peers: 
 
     with without_threads():
         return run(main())
-
-
-@contextmanager
-def without_threads() -> Iterator[None]:
-    """Do at once what is for a thread, for which virtual time would not wait."""
-
-    async def here(work: Callable[..., object], *args: Any) -> object:
-        return work(*args)
-
-    with patch.object(asyncio, "to_thread", here):
-        yield
 
 
 def test_the_first_peer_with_the_right_text_is_enough() -> None:
@@ -110,6 +98,7 @@ def test_what_will_not_change_is_not_waited_for(monkeypatch: pytest.MonkeyPatch)
     assert not said
 
 
+@pytest.mark.real_time
 async def test_files_are_hashed_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """A local directory may have gigabytes, and a loop that stands still answers nobody."""
     places = list[threading.Thread]()
