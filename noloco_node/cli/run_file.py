@@ -298,15 +298,15 @@ def check(
     from noloco_node.planning import bandwidth, expectation
     from noloco_node.planning.plan_text import fitted, report
 
-    typer.echo(report(path, as_json=as_json))
+    typer.echo(report(run, as_json=as_json))
     if run.data.has_rows and not as_json:
         typer.echo(f"What it learns of its rows is shown by:  {shlex.join(('noloco-node', 'data', str(path)))}")
     if allowance.is_limited and not as_json:
-        typer.echo("\n" + "\n".join(fitted(bandwidth.report(path, allowance))))
+        typer.echo("\n" + "\n".join(fitted(bandwidth.report(run, allowance))))
     if not as_json:
         options = options.completed_from(path)
         machines = options.machines() if options.are_given else None
-        typer.echo("\n" + "\n".join(expectation.report_machines(path, machines)))
+        typer.echo("\n" + "\n".join(expectation.report_machines(run, machines)))
 
 
 def data(
