@@ -11,13 +11,14 @@ import typer
 
 from noloco_node.admission.owner_files import key_file, make_key, public_half, save_key
 from noloco_node.cli.options import CapOption, DownloadOption, UploadOption, check_values, directory_there
-from noloco_node.errors import UserError, config_error, usage_error
+from noloco_node.errors import UserError, config_error, os_errors_as, storage_error, usage_error
 from noloco_node.limits.budget import read_owner_limits, read_rate, read_size
 from noloco_node.machine.signals import unwound
 from noloco_node.run.config import NO_ADAPTER, AdapterConfig, AdmissionRule
 from noloco_node.run.fields import converted
 from noloco_node.run.presets import check_free, check_named, machines_of, run_text, with_owner, with_values, write_text
 from noloco_node.run.runfile import decode_run, load_run
+from noloco_node.storage.atomic_file import make_directory
 from noloco_node.storage.home import typed
 
 if TYPE_CHECKING:
@@ -242,6 +243,8 @@ def write_run(
 
         text = continuing_text(origin, preset, adapter)
     text, expected = _planned(text, preset, options, any_base=any_base)
+    with os_errors_as(storage_error, f"There is no place for {path}.", "a path in a directory that is yours"):
+        make_directory(path.parent)
     advice = f"Read {path}, change what you like, then:  {shlex.join(('noloco-node', 'check', str(path)))}"
     if origin is not None:
         from noloco_node.export.frozen_files import with_frozen_files
@@ -295,15 +298,15 @@ def check(
     from noloco_node.planning import bandwidth, expectation
     from noloco_node.planning.plan_text import fitted, report
 
-    typer.echo(report(path, as_json=as_json))
+    typer.echo(report(run, as_json=as_json))
     if run.data.has_rows and not as_json:
         typer.echo(f"What it learns of its rows is shown by:  {shlex.join(('noloco-node', 'data', str(path)))}")
     if allowance.is_limited and not as_json:
-        typer.echo("\n" + "\n".join(fitted(bandwidth.report(path, allowance))))
+        typer.echo("\n" + "\n".join(fitted(bandwidth.report(run, allowance))))
     if not as_json:
         options = options.completed_from(path)
         machines = options.machines() if options.are_given else None
-        typer.echo("\n" + "\n".join(expectation.report_machines(path, machines)))
+        typer.echo("\n" + "\n".join(expectation.report_machines(run, machines)))
 
 
 def data(

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from noloco_node.data.encoding import Encoder, of_unicode, open_encoder, open_tokenizer
 from noloco_node.data.row_forms import ASSISTANT, data_error
+from noloco_node.errors import one_line
 from noloco_node.run.config import DataConfig
 from pipeline.activation_codec import first, given, ids_of, learnt
 
@@ -112,7 +113,7 @@ class RowEncoder:
         except Exception as error:  # a template may raise whatever it likes
             raise data_error(
                 "The chat template does not write this prompt.",
-                why=" ".join(str(error).split())[:120],
+                why=one_line(error, 120),
                 hint="a template that takes what a user says as its first message",
             ) from error
         return self._segment(written, True).tolist()
@@ -193,8 +194,7 @@ class ChatTemplate(NamedTuple):
         except UnfitRowError:
             raise
         except Exception as error:  # a template may raise whatever it likes
-            why = " ".join(str(error).split())[:120]
-            raise UnfitRowError("does not fit the chat template", why) from error
+            raise UnfitRowError("does not fit the chat template", one_line(error, 120)) from error
 
     def closing(self) -> str:
         """Return the mark behind an answer; empty where the template does not write an answer as it is."""

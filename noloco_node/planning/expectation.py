@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import isclose, log, prod, sqrt
-from pathlib import Path
 from typing import NamedTuple
 
 from msgspec import structs
@@ -17,7 +16,6 @@ from noloco_node.planning.plan import LEAST_ROUNDS, mean_steps_per_round, rounds
 from noloco_node.planning.plan_text import fitted, in_phases
 from noloco_node.planning.search import CLEARLY, Planned, in_fewer_stages, in_subspaces, plan_for, plan_in
 from noloco_node.run.config import RunConfig
-from noloco_node.run.runfile import load_run
 from noloco_node.units import format_bytes, format_count, format_duration, format_rate, format_roughly
 from pipeline.admission_window import MOST_IN_FLIGHT
 
@@ -237,13 +235,12 @@ def _replicas(counts: Sequence[int]) -> str:
     return f"{', '.join(map(str, counts[:-1]))} and {counts[-1]} replicas"
 
 
-def report_machines(path: Path, machines: throughput.Machines | None) -> list[str]:
-    """Say what the run file at `path` does on machines, and what a plan would change where it leaves them idle."""
+def report_machines(run: RunConfig, machines: throughput.Machines | None) -> list[str]:
+    """Say what a run does on machines, and what a plan would change where it leaves them idle."""
     if machines is None:
         return fitted(
             ["Tokens a second: name the machines, with --peers, --gpu, --ram, --line, --tflops, --latency-ms."]
         )
-    run = load_run(path)
     layout = model_layout(run)
     needs, peers = throughput.gpu_memories(run, layout, machines), run.pipeline.peers
     here = Planned(run, layout, needs, throughput.forecast(run, layout, machines, needs))
