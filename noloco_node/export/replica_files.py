@@ -11,10 +11,10 @@ import os
 import shutil
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from statistics import median_low
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -135,8 +135,8 @@ def newest(filed: Sequence[ReplicaFile], stage: int) -> list[ReplicaFile]:
     return [found[peer] for peer in sorted(found)]
 
 
-class ReplicaReader:
-    """The slow weights of one stage's replicas, read tensor by tensor. A context."""
+class ReplicaReader(AbstractContextManager["ReplicaReader"]):
+    """The slow weights of one stage's replicas, read tensor by tensor."""
 
     def __init__(self, filed: Sequence[ReplicaFile], shapes: Shapes) -> None:
         """Open `filed`; raise ValueError if a file does not hold tensors of these shapes."""
@@ -185,9 +185,6 @@ class ReplicaReader:
             name: torch.lerp(mean[name].float(), self._tensor(place, number).float(), 1.0 / (of + 1))
             for number, name in enumerate(self._names)
         }
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._files = []

@@ -24,8 +24,6 @@ from noloco_node.cli.main import app
 from noloco_node.errors import UserError
 from noloco_node.journal import events
 from noloco_node.observe.bottleneck import (
-    PAST,
-    PRESENT,
     Bottleneck,
     Cause,
     StageView,
@@ -265,7 +263,7 @@ def test_the_bottleneck_of_this_moment(seen: list[Any], speed: float, sentence: 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=9))
 def test_a_run_that_is_over_and_one_under_way_are_judged_alike(work: list[float]) -> None:
     shares = dict(enumerate(work))
-    past, present = devices_bottleneck(shares, PAST), devices_bottleneck(shares, PRESENT)
+    past, present = (devices_bottleneck(shares, is_over=over) for over in (True, False))
     assert (past is None) == (present is None)
     if past is not None and present is not None:
         assert past.sentence.replace("were", "are").replace("the training", "the time") == present.sentence
