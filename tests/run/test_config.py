@@ -569,6 +569,13 @@ def test_a_key_of_many_parts_is_refused_before_it_takes_the_memory(before: str, 
     assert toml_table(f"{15 * 'a.'}a = '{1000 * part}'\n".replace("'a b'", "ab"), "ours")
 
 
+@pytest.mark.parametrize("number", ["9" * 5000, "0x" + "f" * 5000, "0b" + "1" * 50_000, "0o1" + "_7" * 5000])
+@pytest.mark.parametrize("text", ["seed = {}\n" + MODEL, MODEL + "[pipeline]\nsubspace = {}", MODEL + "x = [[{}]]"])
+def test_a_number_that_python_does_not_write_down_is_refused_in_a_sentence(text: str, number: str) -> None:
+    with pytest.raises(UserError, match="is not valid TOML"):
+        decode_run(text.replace("{}", number), "a stranger's")
+
+
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
 def test_any_text_of_a_field_stays_what_it_is(text: str) -> None:
     mixture = f"[[data.mixture]]\npath = {toml(text)}"
