@@ -141,6 +141,7 @@ def project(tmp_path: Path) -> Path:
         "tests/pipeline/test_none.py": "def test_none():\n    pass\n",
         "pyproject.toml": "[tool.pytest.ini_options]\n" + "addopts = '--import-mode=importlib'\npythonpath = ['.']\n",
         "setup.cfg": "",
+        "setup.py": "",
         "README.md": "",
     }
     for name, text in files.items():
