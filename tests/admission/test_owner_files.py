@@ -94,7 +94,6 @@ def test_the_key_is_its_owner_s_alone_and_not_in_the_run_file(tmp_path: Path) ->
 def test_a_named_peer_is_let_in_until_it_is_revoked(tmp_path: Path, rule: str) -> None:
     owner = Owner(tmp_path, rule)
     invite = owner.invited(PEER, "--note", "Ada", "--days", "20000")
-    assert invite.credential is not None
     ticket = invite.credential.ticket(invite.digest, PEER, MEMBER, 0.0, None)
     assert ticket is not None
     assert owner.state().show(PEER, ticket) == ""
@@ -110,7 +109,6 @@ def test_a_revocation_lasts_as_long_as_the_longest_ticket(tmp_path: Path) -> Non
     ticket = owner.invited(PEER, "--days", "20000").credential
     owner.invited(PEER, "--days", "7")
     owner.members("revoke", PEER)
-    assert ticket is not None
     assert load_members(owner.run).revoked[public(1).hex()] == ticket.chain[0].until
     assert "shut it out" in owner.state().show(PEER, encode(ticket.chain))
 
@@ -135,11 +133,9 @@ def test_a_named_peer_is_out_for_as_long_as_it_may_have_another_ticket(tmp_path:
     digest, other = owner.recipe.digest, key(2)
     if by == "invite":
         invite = owner.invited(*days)
-        assert invite.credential is not None
         ticket = invite.credential.ticket(digest, PEER, MEMBER, 0.0, None)
     else:
         invite = owner.invited(OTHER, "--may-sign", *days)
-        assert invite.credential is not None
         ticket = TicketSigner(other, invite.credential.chain).ticket(digest, PEER, MEMBER, 2**40)
     assert ticket is not None
     assert owner.state().show(PEER, ticket) == ""
@@ -232,7 +228,6 @@ def test_a_bootstrap_peer_that_is_handed_the_list_confirms_it(tmp_path: Path, kn
 def test_an_invitation_is_revoked_by_what_the_list_shows(tmp_path: Path) -> None:
     owner = Owner(tmp_path, "invited")
     invite = owner.invited("--days", "20000")
-    assert invite.credential is not None
     ticket = invite.credential.ticket(invite.digest, OTHER, MEMBER, 0.0, None)
     assert ticket is not None
     assert owner.state().show(OTHER, ticket) == ""
@@ -340,7 +335,6 @@ def test_a_list_holds_so_many_and_forgets_who_has_no_ticket_left(tmp_path: Path)
 def test_a_delegate_may_sign(tmp_path: Path) -> None:
     owner = Owner(tmp_path, "open")
     credential = owner.invited(PEER, "--may-sign").credential
-    assert credential is not None
     assert Right.SIGN & credential.chain[-1].rights
 
 
@@ -421,7 +415,6 @@ def test_a_bootstrap_peer_outlives_a_list_that_it_cannot_read_and_takes_the_next
     asyncio.run(main())
     assert len(said) == 1
     assert str(path) in said[0]
-    assert hosted.state is not None
     assert hosted.state.revocations is not None
     assert threads == {threading.main_thread()}, "where the lists of others are taken"
 

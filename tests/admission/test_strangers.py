@@ -113,7 +113,6 @@ async def gets_nothing(network: PeerNetwork, server: str) -> None:
 
 async def asked(caller: Libp2pNetwork, callee: str, key: str) -> Any:
     """Have a peer read from another one's node of the DHT, and store; return what it reads, None for no answer."""
-    assert caller._joined is not None
     node, peer = caller._joined.records._joined(), load_hivemind().PeerID.from_base58(callee)
     node._node.blacklist.clear()
     found = await node.find(peer, place_of(key))
@@ -159,7 +158,6 @@ async def test_whoever_only_knows_an_address_gets_nothing(monkeypatch: pytest.Mo
 
         monkeypatch.setattr(libp2p_network, "RunSecret", Imitation)
         async with opened(run="a guess") as stranger:
-            assert stranger._joined is not None
             await stranger._joined.control.knock([parse_peer_address(door)], PATIENT.reach_s)
             await gets_nothing(stranger, whole.peer_id)
             verdict = await command.dialled_back(stranger, [whole.peer_id], (4001,))

@@ -186,11 +186,9 @@ def test_an_outage_is_told_with_the_speeds_before_meanwhile_and_after() -> None:
             missing = outage.summary([source, killed])
     assert told == ["kill at 6", "restart at 11"]
     found = outage.summary([source, killed])
-    assert found is not None
     assert (found.progress, found.away_s) == (pytest.approx(0.3), pytest.approx(6.0))
     assert found.tokens_per_s_away == found.tokens_per_s_after == pytest.approx(4096.0)
     assert "1a was killed after 30% of the run, and at work again 6 s later" in lines(summarise([source], found), None)
-    assert missing is not None
     assert missing.away_s is None
     summary = summarise([source, killed], missing)
     assert picture("A swarm", [source, killed], summary, None).startswith(b"\x89PNG")

@@ -788,7 +788,6 @@ async def test_an_answer_to_a_call_that_is_given_up_in_this_moment_ends_no_other
     assert not line.reader.done()
     assert other.result() == b"an answer"
     assert not line.control._pending_calls
-    line.reader.cancel()
 
 
 @pytest.mark.parametrize("topic", ["topic", "another"])
@@ -809,4 +808,3 @@ async def test_no_caller_that_gives_up_leaves_anything_behind(steps: int, topic:
         await asyncio.sleep(0)
     assert not line.control._handler_tasks
     assert not line.reader.done()
-    line.reader.cancel()

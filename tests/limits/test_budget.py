@@ -18,7 +18,7 @@ import torch
 from handlers import now
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_swarms import Peer, recipe, until
+from memory_swarms import Peer, ended, recipe, until
 from torch import Tensor
 
 from noloco_node.cli.status import picture
@@ -493,14 +493,11 @@ async def test_a_swarm_with_one_slow_budget_has_no_suspects_from_it_and_sends_it
     async with asyncio.timeout(3600):
         await until(lambda: peers[3].node.replica is not None)
         slow = peers[3].node.replica
-        assert slow is not None
         assert slow.describe(PeerState.TRAINING).device_s == 0.0, "it claims no speed before it has worked"
         await until(lambda: slow.inner_steps > 0)
         assert slow.describe(PeerState.TRAINING).device_s == narrow_s
         await asyncio.gather(*[peer.task for peer in peers])
     for peer in peers[:2]:
-        assert peer.node.replica is not None
-        assert peer.node.replica.next_stage is not None
         counts = peer.node.replica.next_stage.statistics()
         assert counts["gradients"] > 0
         assert not counts["suspects"] + counts["lost_unreachable"] + counts["lost_given_up"] + counts["lost_broken"]
@@ -535,8 +532,7 @@ async def test_what_a_stage_moves_is_what_the_wire_moves() -> None:
     hub = Capped("peer-1", OwnerLimits())
     what = recipe(stages=3, steps=4, per_round=1000)
     peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in range(3)]
-    async with asyncio.timeout(600):
-        await asyncio.gather(*[peer.task for peer in peers])
+    await ended(*peers)
     steps = [event.step for event in peers[1].of(events.Finished)]
     microbatches = steps[0] * what.run.pipeline.microbatches_per_step
     assert what.run.pipeline.replicas == 1
@@ -613,7 +609,6 @@ async def test_rounds_have_their_share_of_the_line_in_every_shift(tmp_path: Path
         async with sessions.session(plain, asyncio.Event()) as (network, _):
             assert isinstance(network, HookedNetwork)
             hook = sessions._hook
-            assert hook is not None
             assert hook.up.round_share == (0.5, 0.3)[number]
             sessions.share_with_rounds("gossip", 0.3)  # the run file is known only once the network is open
             assert hook.up.round_share == hook.down.round_share == 0.3

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from limits import LAST_RESORT_S
-from memory_swarms import Peer, recipe, until
+from memory_swarms import Peer, asked_to_leave, recipe, until
 
 from noloco_node.admission.admission_state import not_admitted
 from noloco_node.errors import Exit, user_error_of
@@ -42,10 +42,8 @@ async def test_a_node_whose_device_fails_saves_its_slow_weights_and_leaves(stage
         setattr(dead, name, fail)
     await asyncio.wait({peer.task}, timeout=SOON_S)
     trouble = user_error_of(peer.task.exception())
-    assert trouble is not None
     assert trouble.code is Exit.DEVICE_LOST
     await until(lambda: not other.node.roster.stage(stage), SOON_S)
-    assert peer.saved is not None
     assert set(peer.saved.tensors) <= {"slow", "momentum", "gathered"}
     assert peer.saved.counters.round > 0
     device.close()
@@ -54,9 +52,7 @@ async def test_a_node_whose_device_fails_saves_its_slow_weights_and_leaves(stage
     again = Peer(hub, what, "peer-a", stage, saved=peer.saved, job_s=0.001)
     await until(lambda: len(again.of(events.InnerStep)) >= 3, LAST_RESORT_S)
     assert again.of(events.InnerStep)[0].step == peer.saved.counters.inner_steps + 1
-    for each in (again, other):
-        each.leave.set()
-    await asyncio.gather(again.task, other.task)
+    await asked_to_leave(again, other)
 
 
 async def test_a_node_that_the_run_lets_in_no_more_keeps_what_it_has_trained() -> None:
@@ -71,12 +67,10 @@ async def test_a_node_that_the_run_lets_in_no_more_keeps_what_it_has_trained() -
     peer.node.membership._read_due = refuse  # type: ignore[method-assign]
     await asyncio.wait({peer.task})
     trouble = user_error_of(peer.task.exception())
-    assert trouble is not None
     assert trouble.code is Exit.NOT_ADMITTED
     assert peer.saved is not None
     assert peer.counters.inner_steps == peer.of(events.InnerStep)[-1].step
-    other.leave.set()
-    await other.task
+    await asked_to_leave(other)
 
 
 async def test_a_stage_for_which_memory_never_suffices_ends_its_node_with_its_state_saved() -> None:
@@ -91,10 +85,7 @@ async def test_a_stage_for_which_memory_never_suffices_ends_its_node_with_its_st
     peer.stages[-1].loss = short  # type: ignore[method-assign]
     await asyncio.wait({peer.task}, timeout=2 * UNFIT_S)
     trouble = user_error_of(peer.task.exception())
-    assert trouble is not None
     assert trouble.code is Exit.DEVICE
     assert "every microbatch ran out of it" in trouble.why
-    assert peer.saved is not None
     assert set(peer.saved.tensors) >= {"slow", "fast", "optimiser"}
-    other.leave.set()
-    await other.task
+    await asked_to_leave(other)

@@ -227,7 +227,6 @@ async def test_a_second_signal_ends_even_the_closing_of_a_network(tmp_path: Path
     outside = Outside(tmp_path, 0.0, 600.0)
     outside.closing_s = 30.0
     session = asyncio.current_task()
-    assert session is not None
     asyncio.get_running_loop().call_later(SECOND_S + 101.0, session.cancel)
     with pytest.raises(asyncio.CancelledError):
         await outside.live(SECOND_S + 100.0)

@@ -113,7 +113,6 @@ def test_a_microbatch_without_a_token_to_learn_changes_nothing(chunked: bool, mo
     stages, tokens = stages_of(2), marked(1, 0.5)
     none = train(stages, given(ids_of(tokens)))
     assert (none.loss, none.tokens) == (0.0, 0)
-    assert none.hidden is not None
     assert not none.hidden.any()
     some = train(stages, tokens)
     alone = stages_of(2)
@@ -161,7 +160,6 @@ def test_positions_begin_anew_with_each_row(sequences: list[list[bool]]) -> None
             places.append(0 if begun else places[-1] + 1)
         expected.append(places)
     if any(any(each[:width]) for each in sequences):
-        assert positions is not None
         assert positions.tolist() == expected
     else:
         assert positions is None

@@ -180,7 +180,6 @@ def test_a_width_that_goes_into_no_blocks_gets_a_codec_without_blocks(codec: str
     model, pipeline = structs.replace(RUN.model, sizes=SIZES | {"hidden_size": 48}), RUN.pipeline
     odd = structs.replace(RUN, model=model, pipeline=structs.replace(pipeline, codec=codec))
     found = planned(structs.replace(LARGE, gpu_bytes=6.025e8, up_bytes_per_s=1e4), odd)
-    assert found is not None
     assert found.run.pipeline.codec == "bfloat16"
 
 
@@ -214,7 +213,6 @@ def test_machines_on_which_nothing_fits_get_one_message() -> None:
 def test_rounds_take_no_more_than_their_share_of_the_forecast() -> None:
     machines = structs.replace(LARGE, gpu_bytes=6.022e8, up_bytes_per_s=2e5)
     found = planned(machines)
-    assert found is not None
     needs = gpu_memories(found.run, found.layout, machines)
     again = forecast(found.run, found.layout, machines, needs)
     assert found.run.outer.inner_steps_per_round >= again.steps_per_round
@@ -229,7 +227,6 @@ def test_no_preset_leaves_the_devices_idle_that_it_is_meant_for(preset: str, tmp
     if preset == PRESETS[0]:
         assert said == printed("check", path, *shlex.split(machines))
     busy = re.search(r"stage are (\d+)% busy", said.replace("\n", " "))
-    assert busy is not None
     assert int(busy[1]) >= 100 * IDLE
     assert "Warning" not in said
 
@@ -297,7 +294,6 @@ def test_many_machines_keep_the_batch_or_say_what_becomes_of_it(
 def test_a_plan_keeps_to_the_windows_that_a_run_file_may_have() -> None:
     many = structs.replace(RUN.pipeline, sequence_length=64, microbatches_per_step=8, replicas=8192)
     found = planned(structs.replace(LARGE, count=1), structs.replace(RUN, pipeline=many))
-    assert found is not None
     validate(found.run)
 
 

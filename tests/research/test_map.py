@@ -57,7 +57,6 @@ class TestVerdicts:
 
     def test_a_difference_has_the_size_of_what_was_put_in(self) -> None:
         found = difference(pairs("quorum_mean", 5))
-        assert found is not None
         assert found.nats == pytest.approx(0.1, abs=4 * found.error)
         assert 0.0 < found.error < 0.01
         assert difference([]) is None

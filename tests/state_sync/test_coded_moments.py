@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_swarms import Peer, recipe, until
+from memory_swarms import Peer, asked_to_leave, recipe, until
 from sample_counters import counters
 from torch import Tensor, nn
 from toy_gossip import at_once
@@ -207,8 +207,7 @@ async def test_a_newcomer_of_a_coded_run_goes_on_from_codes_and_from_its_checkpo
     for peer in (first, second):
         moments = peer.stages[-1].optimiser_state().moments
         assert {moment.dtype for moment in moments} == {torch.int8, torch.float32}
-        peer.leave.set()
-        await peer.task
+        await asked_to_leave(peer)
     saved = second.saved
     assert saved is not None
     stage = second.stages[-1]

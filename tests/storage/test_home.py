@@ -58,7 +58,6 @@ def test_no_invite_s_secret_is_written_into_the_lock(tmp_path: Path, monkeypatch
     )
     with Home.open(tmp_path):
         signed = holder(tmp_path)
-    assert signed is not None
     assert secret not in signed.command
     assert f"{SCHEME}555" in signed.command
     assert "--stay" in signed.command
@@ -76,7 +75,6 @@ def test_a_holder_that_has_not_signed_yet_is_no_riddle(tmp_path: Path) -> None:
 def test_the_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLD + WAIT, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
         assert child.stdout.readline() == b"held\n"
         with pytest.raises(UserError) as caught:
             Home.open(tmp_path)
@@ -85,7 +83,6 @@ def test_the_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> Non
         assert f": -c {tmp_path}" in caught.value.why
         child.kill()
     signed = holder(tmp_path)
-    assert signed is not None
     assert signed.pid == child.pid
     Home.open(tmp_path).close()
 
@@ -94,7 +91,6 @@ def test_a_child_of_the_holder_does_not_inherit_the_lock(tmp_path: Path) -> None
     spawn = "import subprocess; p = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=0, stdout=2)\n"
     command = [sys.executable, "-c", HOLD + spawn + "print(p.pid, flush=True); import os; os._exit(0)", str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
-        assert child.stdout is not None
         grandchild = int(child.stdout.readline())
         child.wait()
         os.kill(grandchild, 0)  # it lives, and yet the home is free
@@ -165,7 +161,6 @@ def test_the_newest_weights_of_each_run_and_stage_stay(
         for (run, stage), step in last.items():
             paths = home.run(run)
             found = asyncio.run(CheckpointStore(paths.checkpoint, paths.snapshots, run, "me", pytest.fail).load(stage))
-            assert found is not None
             assert found.counters.inner_steps == step
             others = paths.other_runs()
             assert others.number == len({each for each, _ in last} - {run})

@@ -416,7 +416,6 @@ def test_a_record_says_where_its_own_peer_is_and_nobody_else() -> None:
     direct, circuit = "/ip4/192.0.2.1/tcp/4001", "/ip4/192.0.2.1/tcp/4001/p2p/relay/p2p-circuit"
     own = (f"{direct}/p2p/m", f"{circuit}/p2p/m")
     found = decode_record(stored(1, record("m", addresses=(*own, f"{direct}/p2p/other"))), "m", 0)
-    assert found is not None
     assert (found.record.peer, found.record.addresses) == ("m", own)
     assert b"/p2p/m" not in stored(1, record("m", addresses=own))
 

@@ -88,7 +88,6 @@ def test_a_unit_starts_again_only_what_time_may_heal(path: Path) -> None:
 
 def test_docker_restarts_by_the_same_exit_codes_as_systemd() -> None:
     rule = re.search(r"Exit codes ([\d, ]+) and (\d+) need a person", (ROOT / "docker" / "README.md").read_text())
-    assert rule is not None
     assert {*map(int, rule[1].split(",")), int(rule[2])} == NEEDS_A_PERSON - NO_SERVICE
 
 

@@ -594,7 +594,6 @@ async def test_whatever_happens_everybody_learns_and_nothing_stays(seed: int) ->
     assert hub.statistics()["held"] == 0
     for number in range(6):
         network = hub.peer(f"peer-{number}")
-        assert network is not None
         assert not network.ends
         assert not network.lingering
         assert not network.answering
