@@ -142,11 +142,7 @@ def test_it_loads_without_torch_or_transformers() -> None:
             "2 percent",
         ),
         (MODEL + "[data]\ntokenizer = ''\n", "data.tokenizer", "byt5"),
-        (
-            MODEL + "[data]\nsource = 'json'\npath = 'x'\nform = 'messages'\n",
-            "data.chat_template = ''",
-            "chatml",
-        ),
+        (MODEL + "[data]\nsource = 'json'\npath = 'x'\nform = 'messages'\n", "data.chat_template = ''", "chatml"),
         (MODEL + f"[data]\ntokenizer_commit = '{COMMIT}'\n", "data.tokenizer_commit", "leave it out"),
         (MODEL + "[data]\ntokenizer = 'a/b'\ntokenizer_commit = 'main'\n", "data.tokenizer_commit", "40"),
         (MODEL + "[data]\npath = 'x'\n[[data.mixture]]\n", "data.path = 'x'", "[[data.mixture]]"),
@@ -292,9 +288,7 @@ VALUES = st.one_of(
 TABLES = st.fixed_dictionaries(
     {
         section: st.dictionaries(
-            st.sampled_from([f.name for f in fields_of(field.type)]) | st.text(max_size=3),
-            VALUES,
-            max_size=3,
+            st.sampled_from([f.name for f in fields_of(field.type)]) | st.text(max_size=3), VALUES, max_size=3
         )
         for field in fields_of(RunConfig)
         for section in [field.name]

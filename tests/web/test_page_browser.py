@@ -147,10 +147,7 @@ async def test_a_recording_is_steered_by_keys_and_by_a_slider() -> None:
     where, playback = place(), Playback(0.0, 100.0)
 
     phone = {"width": 390, "height": 844}
-    async with (
-        tab(wrong, reduced_motion="reduce", viewport=phone) as seen,
-        page_served(where, takes_keys=True) as page,
-    ):
+    async with tab(wrong, reduced_motion="reduce", viewport=phone) as seen, page_served(where, takes_keys=True) as page:
         assert page is not None
         page.show(view_of(4, 2, 1), playback.state())
         await seen.goto(url(where))
