@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from small_stages import nadam
 from torch import Tensor, nn
 from torch.nn import functional
+from user_errors import user_error
 
 import noloco_node
 from noloco_node.api.program_stages import program_slice, tried
@@ -153,9 +154,8 @@ def test_a_stage_that_is_not_the_runs_is_refused_by_what_differs(
 ) -> None:
     run = written(tmp_path, modules())
     layout = foreign_layout(run)
-    with pytest.raises(UserError) as refused:
+    with user_error(Exit.CONFIG) as refused:
         program_slice(number, lambda _: build(), layout, run)
-    assert refused.value.code is Exit.CONFIG
     assert said in f"{refused.value.what} {refused.value.why}"
 
 

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 from sample_events import history, inner, started
 from typer.testing import CliRunner
+from user_errors import user_error
 
 from gossip.interface import OuterStepTaken, RoundSkipped
 from noloco_node.charts import spread
@@ -267,9 +268,8 @@ async def test_the_model_is_exported_then_evaluated_by_replica_and_sampled(tmp_p
 def test_a_demo_never_writes_over_files(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
-    with pytest.raises(UserError) as caught:
+    with user_error(Exit.USAGE) as caught:
         claim_output_dir(tmp_path / "mine", b"{}")
-    assert caught.value.code is Exit.USAGE
     assert "thesis.tex" in caught.value.why
     assert [entry.name for entry in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
 
@@ -292,9 +292,8 @@ def test_a_demo_that_is_a_moment_ahead_keeps_its_directory(tmp_path: Path) -> No
 
 
 async def test_too_many_peers_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as caught:
+    with user_error(Exit.USAGE):
         await demonstrate(DemoConfig(stages=9, replicas=9, home=tmp_path / "demo"))
-    assert caught.value.code is Exit.USAGE
     assert not (tmp_path / "demo").exists()
 
 

@@ -26,6 +26,7 @@ from msgspec import structs
 from processes import Commands
 from torch import nn
 from typer.testing import CliRunner
+from user_errors import user_error
 
 import noloco_node
 from noloco_node.admission.admission_state import AdmissionState
@@ -33,7 +34,7 @@ from noloco_node.admission.ticket import KEY_HEADER, encode_list, peer_of_file, 
 from noloco_node.cli.main import app
 from noloco_node.doctor import command, machine_checks
 from noloco_node.doctor.machine_checks import Finding, Grade, Need, exit_code, line, verdict
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit
 from noloco_node.libp2p import reachability
 from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.limits.budget import OwnerLimits
@@ -133,9 +134,8 @@ def test_join_refuses_the_disk_that_the_doctor_refuses(tmp_path: Path, monkeypat
         free = least
         assert require() is None
         free = least - 1
-        with pytest.raises(UserError, match="no room for checkpoints") as caught:
+        with user_error(Exit.STORAGE, "no room for checkpoints"):
             require()
-        assert caught.value.code is Exit.STORAGE
     # Its own checkpoints make way for those that follow.
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "00000001-0000000001.safetensors").write_bytes(bytes(1))

@@ -20,9 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_swarms import Peer, ended, recipe, until
 from torch import Tensor
+from user_errors import user_error
 
 from noloco_node.cli.status import picture
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit
 from noloco_node.journal import events
 from noloco_node.limits import budget
 from noloco_node.limits.budget import (
@@ -118,9 +119,8 @@ def test_rates_and_sizes(text: str, expected: float) -> None:
 )
 def test_what_is_none_or_can_be_read_in_two_ways_is_refused(option: str, text: str) -> None:
     values = {"--max-upload": None, "--max-download": None, "--monthly-cap": None, "--hours": None} | {option: text}
-    with pytest.raises(UserError) as caught:
+    with user_error(Exit.USAGE) as caught:
         read_owner_limits(*values.values())
-    assert caught.value.code is Exit.USAGE
     assert option in str(caught.value)
 
 

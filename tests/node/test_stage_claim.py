@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from memory_swarms import recipe
+from user_errors import user_error
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
@@ -266,9 +267,8 @@ async def test_a_stage_that_the_owner_names_is_measured_too(monkeypatch: pytest.
     monkeypatch.setattr(stage_claim, "measure", lambda *_: StageBenchmark(0.6, 100))
     hub = SimNetwork()
     small, large = Seeker(hub, "small", free=379, wish=2), Seeker(hub, "large", free=380, wish=2)
-    with pytest.raises(UserError, match="Stage 2 does not fit") as refusal:
+    with user_error(Exit.DEVICE, "Stage 2 does not fit") as refusal:
         await small.claim()
-    assert refusal.value.code is Exit.DEVICE
     assert "stage 2 wants 380 B" in refusal.value.why
     assert small.built == [2]
     place = await large.claim()
@@ -301,9 +301,8 @@ async def test_memory_that_runs_out_in_the_measurement_is_an_error_that_a_person
         raise MemoryError("CUDA out of memory")
 
     monkeypatch.setattr(stage_claim, "measure", measure)
-    with pytest.raises(UserError, match="does not fit in memory here") as refusal:
+    with user_error(Exit.DEVICE, "does not fit in memory here") as refusal:
         await Seeker(SimNetwork(), "a", free=1000, wish=wish).claim()
-    assert refusal.value.code is Exit.DEVICE
     assert "CUDA out of memory" in refusal.value.why
 
 
@@ -335,9 +334,8 @@ async def test_an_owners_wish_is_taken_at_once_and_a_wrong_one_refused() -> None
     hub = SimNetwork()
     await Seeker(hub, "a").serve(1, 0.5)
     told = Seeker(hub, "told", wish=1)
-    with pytest.raises(UserError, match="no stage 3") as trouble:
+    with user_error(Exit.USAGE, "no stage 3"):
         await Seeker(hub, "wrong", wish=3).claim()
-    assert trouble.value.code is Exit.USAGE
     place = await told.claim(0)
     assert (place, told.built) == (ClaimedStage(1), [])
 
@@ -357,9 +355,8 @@ async def test_without_the_dht_a_newcomer_gives_up_and_whoever_moves_waits() -> 
 
     new, mover = Seeker(hub, "new"), Seeker(hub, "mover", wish=1)
     deaf(new, 10**6)
-    with pytest.raises(UserError, match="Nobody could tell") as trouble:
+    with user_error(Exit.UNREACHABLE, "Nobody could tell"):
         await new.claim()
-    assert trouble.value.code is Exit.UNREACHABLE
     await mover.serve(0, 0.5)
     deaf(mover, 40)
     place = await mover.claim()

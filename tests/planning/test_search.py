@@ -13,6 +13,7 @@ from command_line import printed, refused
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from user_errors import user_error
 
 from noloco_node.cli.run_file import MachineOptions
 from noloco_node.doctor.machine_checks import Grade, Need, judge_gpu, judge_memory
@@ -202,9 +203,8 @@ def test_no_layout_is_worked_out_twice_for_a_plan_and_for_what_is_said_of_it(mon
 
 
 def test_machines_on_which_nothing_fits_get_one_message() -> None:
-    with pytest.raises(UserError) as caught:
+    with user_error(Exit.CONFIG) as caught:
         plan_for(RUN, structs.replace(LARGE, gpu_bytes=1e5))
-    assert caught.value.code is Exit.CONFIG
     assert caught.value.what.startswith("run does not fit on 8 machines with 100 kB on the GPU")
     assert "6 stages" not in caught.value.what
     assert "--peers" in caught.value.hint

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_counters import counters
+from user_errors import user_error
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.storage import atomic_file
@@ -76,9 +77,8 @@ def test_the_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> Non
     command = [sys.executable, "-c", HOLD + WAIT, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout.readline() == b"held\n"
-        with pytest.raises(UserError) as caught:
+        with user_error(Exit.HOME_IN_USE) as caught:
             Home.open(tmp_path)
-        assert caught.value.code is Exit.HOME_IN_USE
         assert f"process {child.pid}" in caught.value.why
         assert f": -c {tmp_path}" in caught.value.why
         child.kill()
@@ -100,9 +100,8 @@ def test_a_child_of_the_holder_does_not_inherit_the_lock(tmp_path: Path) -> None
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for home in (tmp_path / "file", tmp_path / "file" / "home"):
-        with pytest.raises(UserError) as caught:
+        with user_error(Exit.STORAGE) as caught:
             Home.open(home)
-        assert caught.value.code is Exit.STORAGE
         assert str(tmp_path / "file") in str(caught.value)
 
 
@@ -190,9 +189,8 @@ def test_other_runs_may_be_removed_while_they_are_counted(tmp_path: Path, monkey
 def test_a_home_at_the_place_of_a_file_is_refused_in_words(tmp_path: Path, below: str) -> None:
     place = tmp_path / "run.toml"
     place.touch()
-    with pytest.raises(UserError, match="cannot use the home") as caught:
+    with user_error(Exit.STORAGE, "cannot use the home") as caught:
         Home.open(place / below)
-    assert caught.value.code is Exit.STORAGE
     assert "ot a directory" in caught.value.why
     assert "File exists" not in caught.value.why
 

@@ -238,11 +238,11 @@ async def ended(*peers: Peer, within_s: float = 600.0) -> None:
         await asyncio.gather(*[peer.task for peer in peers])
 
 
-async def asked_to_leave(*peers: Peer) -> None:
+async def asked_to_leave(*peers: Peer, within_s: float = 300.0) -> None:
     """Ask these to leave, and wait until they have."""
     for peer in peers:
         peer.leave.set()
-    await ended(*peers, within_s=300.0)
+    await ended(*peers, within_s=within_s)
 
 
 async def until(condition: Callable[[], bool], patience_s: float = 600.0) -> None:

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 from page_frames import view_of
+from user_errors import user_error
 
 from noloco_node.cli.options import page_place
 from noloco_node.errors import Exit, UserError
@@ -177,10 +178,9 @@ def test_a_share_is_a_place_in_the_recording(share: float) -> None:
 async def test_a_taken_port_is_one_sentence(said: list[str]) -> None:
     async with served(said) as (_, url, _session):
         place = ServedPlace("127.0.0.1", int(url.split(":")[2].partition("/")[0]))
-        with pytest.raises(UserError, match=r"Cannot serve --web at 127\.0\.0\.1:\d+\.") as refused:
+        with user_error(Exit.PORT_TAKEN, r"Cannot serve --web at 127\.0\.0\.1:\d+\."):
             async with page_served(PagePlace(place, "")):
                 pass
-        assert refused.value.code is Exit.PORT_TAKEN
         with pytest.raises(UserError, match="Cannot serve --web"), page_in_thread(PagePlace(place, "")):
             pass
         with pytest.raises(UserError, match="Cannot serve --metrics"):
@@ -248,9 +248,8 @@ def test_metrics_in_the_open_are_refused_unless_asked_for(text: str) -> None:
     ],
 )
 def test_a_place_needs_a_host_and_a_port(text: str) -> None:
-    with pytest.raises(UserError, match="no place") as caught:
+    with user_error(Exit.USAGE, "no place"):
         metrics_place(text, is_open=True)
-    assert caught.value.code is Exit.USAGE
 
 
 @pytest.mark.parametrize("option", [("--metrics", "0.0.0.0:9464"), ("--web", "nowhere")])
