@@ -248,11 +248,13 @@ def best_evaluated(homes: Sequence[Path], run_id: str, shapes: Shapes) -> tuple[
 
     Raises `UserError` if no home has any of a run of these `shapes`.
     """
-    found = {path: each for home in homes for path, each in evaluated_in(HomePaths(home).run(run_id).best).items()}
+    places = (place.best for home in homes for place in HomePaths(home).places_of(run_id))
+    found = {path: each for place in places for path, each in evaluated_in(place).items()}
     if len({each.text for each in found.values()}) > 1:
         say("these homes hold evaluations on several texts, whose losses do not compare")
     why = "none of these homes has evaluated its weights"
-    for path in sorted(found, key=lambda path: found[path].held_out_loss):
+    order = sorted(found, key=lambda path: found[path].held_out_loss)
+    for number, path in enumerate(order):
         counters = found[path]
         try:
             atomic_file.check_tensors(path)
@@ -268,8 +270,7 @@ def best_evaluated(homes: Sequence[Path], run_id: str, shapes: Shapes) -> tuple[
             replica_mean.LeftOut(
                 peer=each.peer, why=f"loss {each.held_out_loss:.4f} at its best, the least is {loss:.4f}"
             )
-            for other, each in found.items()
-            if other != path
+            for each in (found[worse] for worse in order[number + 1 :])
         ]
         return MergedReplicas(dict(zip(shapes, weights, strict=True)), (taken,), tuple(left_out)), loss
     raise UserError(
