@@ -56,7 +56,7 @@ class LocalRows:
         from pyarrow.parquet import ParquetFile
 
         try:
-            with ParquetFile(path) as file:
+            with path.open("rb") as opened, ParquetFile(opened) as file:  # the name may be no text that pyarrow takes
                 return int(file.num_row_groups)
         except (pyarrow.ArrowException, OSError) as error:
             self.unreadable.append(BadRow("cannot be read and is left out", f"{name} ({one_line(error, 120)})"))
@@ -201,7 +201,7 @@ class ParquetShard:
 
         where, done = f"{self._name}, row group {self._group}", 0
         try:
-            with ParquetFile(self._path) as file:
+            with self._path.open("rb") as opened, ParquetFile(opened) as file:
                 names = file.schema_arrow.names
                 fields = [name for name in self._data.row_fields if name in names]
                 if len(fields) < len(self._data.row_fields):
@@ -247,7 +247,7 @@ def _count(state: Any, name: str) -> int:
 def _zstd(path: Path) -> io.BufferedReader:
     import pyarrow
 
-    return io.BufferedReader(pyarrow.CompressedInputStream(str(path), "zstd"))
+    return io.BufferedReader(pyarrow.CompressedInputStream(path.open("rb"), "zstd"))
 
 
 _PACKED: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstd}

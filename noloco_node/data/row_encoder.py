@@ -55,8 +55,8 @@ class RowEncoder:
         self._plain: Encoder = open_encoder(data, tokenizer)
         self._tokenizer = None if data.has_byte_tokenizer else tokenizer
         self._template = _template_of(data, tokenizer) if in_messages else None
-        self._ends = data.chat_template != "" and in_messages
-        """Whether the end token follows a conversation: a tokenizer's own template has its own end."""
+        self._ends = not in_messages or data.chat_template != ""
+        """Whether the end token follows a row: a tokenizer's own template has its own end."""
         self.name = f"{self._plain.name}|{data.form}|{data.chat_template}"
         self.end = self._plain.end
         self._kept: dict[str, Tensor] = {}
@@ -87,14 +87,12 @@ class RowEncoder:
             raise UnfitRowError("is nested too deeply") from None
         if self._template is None:
             prompt, completion = content
-            whole, spans, ends_learnt = prompt + completion, [(len(prompt), len(prompt) + len(completion))], True
+            answer, ends_learnt = (len(prompt), len(prompt) + len(completion)), True
+            begin = given(torch.tensor(self._plain.begin, dtype=torch.int32))
+            parts = [begin, self._marked(prompt + completion, [answer])]
         else:
-            whole, spans = self._template.written(content)
-            ends_learnt = content[-1]["role"] == ASSISTANT
-        parts = [self._marked(whole, spans)]
-        if self._template is None:
-            parts.insert(0, given(torch.tensor(self._plain.begin, dtype=torch.int32)))
-        if self._template is None or self._ends:
+            parts, ends_learnt = [self._marked(*self._template.written(content))], content[-1]["role"] == ASSISTANT
+        if self._ends:
             end = torch.tensor([self.end], dtype=torch.int32)
             parts.append(end if ends_learnt else given(end))
         tokens = torch.cat(parts)

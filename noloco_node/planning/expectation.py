@@ -90,6 +90,9 @@ def describe_expectation(planned: Planned, machines: throughput.Machines) -> lis
         f"{found.computed_again:.0%} of the forward passes are computed again"
         + (f", and steps fetch {format_bytes(moments)} of AdamW's moments from beside it." if moments else "."),
     ]
+    spare = machines.count - throughput.taking_part(run, machines)
+    if spare > 0:
+        said.append(f"This plan leaves out {spare} of {machines.count} machines, which may join as more replicas.")
     if len(set(found.replicas)) > 1:
         said.append(
             "Stages that ask for more have more replicas. Peers choose so by themselves where their owners name their "
@@ -111,7 +114,7 @@ def describe_expectation(planned: Planned, machines: throughput.Machines) -> lis
 
 
 def describe_changes(planned: Planned, before: RunConfig, machines: throughput.Machines) -> list[str]:
-    """Say what a plan changed that a person asked for, and why; nothing where it kept the batch and all have work."""
+    """Say what a plan changed that a person asked for, and why; nothing where it kept the batch."""
     run, said = planned.run, list[str]()
     asked, batch = before.tokens(before.batch), run.tokens(run.batch)
     if not isclose(batch, asked, rel_tol=0.01):
@@ -122,9 +125,6 @@ def describe_changes(planned: Planned, before: RunConfig, machines: throughput.M
             f"{run.inner.steps:,}. The learning rate stays; by a rule of thumb for Adam one "
             f"{format_roughly(sqrt(batch / asked))} times as high suits that batch."
         )
-    spare = machines.count - throughput.taking_part(run, machines)
-    if spare:
-        said.append(f"This plan leaves out {spare} of {machines.count} machines, which may join as more replicas.")
     return fitted(said)
 
 
@@ -139,8 +139,8 @@ def _rounds(planned: Planned, machines: throughput.Machines) -> Iterator[str]:
     )
     if found.steps_per_round * LEAST_ROUNDS > run.inner.steps:
         yield (
-            f"Warning: the lines carry {run.inner.steps // found.steps_per_round} rounds in the "
-            f"{run.inner.steps:,} inner steps of this run, fewer than the {LEAST_ROUNDS} that mix the replicas. "
+            f"Warning: the lines carry {run.inner.steps // found.steps_per_round} of the {LEAST_ROUNDS} rounds that "
+            f"mix the replicas in the {run.inner.steps:,} inner steps of this run. "
             "Fewer machines, faster lines or more tokens help."
         )
     tokens = run.tokens(run.budget_samples)

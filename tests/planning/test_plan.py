@@ -138,11 +138,7 @@ def test_a_momentum_that_never_moves_is_worth_a_warning(period: int) -> None:
     assert any("never moves" in warning for warning in found.warnings) == (period > 20)
 
 
-@given(
-    early=st.integers(8, 100),
-    factor=st.floats(1 / 8, 8.0),
-    steps=st.integers(1000, 20_000),
-)
+@given(early=st.integers(8, 100), factor=st.floats(1 / 8, 8.0), steps=st.integers(1000, 20_000))
 def test_rounds_follow_the_course_of_the_steps_between_them(early: int, factor: float, steps: int) -> None:
     """Walked round by round, as a replica whose progress is even does."""
     late = max(8, round(early * factor))

@@ -192,10 +192,7 @@ def printed() -> dict[str, Any]:
     status = product.status_summary(recipe(), roster, product.format_invite(recipe().digest, [PLACE]))
     check = json.loads(product.check_report(recipe().run, as_json=True))
     check["warnings"] = len(check["warnings"])  # which are sentences
-    return {
-        "check": check,
-        "status": json.loads(msgspec.json.encode(status)),
-    }
+    return {"check": check, "status": json.loads(msgspec.json.encode(status))}
 
 
 def exported(home: Path, directory: Path) -> dict[str, Any]:
