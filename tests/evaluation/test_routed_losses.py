@@ -110,7 +110,8 @@ async def test_a_pipeline_evaluates_beside_its_training_and_at_its_end() -> None
         assert (event.documents, event.tokens, event.best, event.samples) == (11, 11 * LENGTH, False, ())
         assert 2.0 < event.loss < 6.0
         assert event.margin is not None
-    (last, event) = next((peer, peer.events[-1]) for peer in peers[:2] if isinstance(peer.events[-1], events.Evaluated))
+    (last,) = [peer for peer in peers[:2] if any("of the final weights" in line for line in peer.said)]
+    event = last.of(events.Evaluated)[-1]
     words = f"evaluation {event.number}, of the final weights, a mean over chains of replicas: held-out loss"
     assert any(line.startswith(words) for line in last.said)
     assert sum("of the final weights" in line for peer in peers for line in peer.said) == 1
