@@ -57,6 +57,9 @@ bootstrap)
   elif [ ! -s "$run" ]; then
     noloco-node init "$run" --preset "${PRESET:-tiny}" & wait $!  # a signal ends waiting, and no program before this shell
   fi
+  # A second one would put its invite in the place of the first one's. The lock goes with the program.
+  exec 9>> "$shared_invite.lock"
+  flock -n 9 || refuse "another bootstrap peer keeps its invite in this volume."
   rm -f "$shared_invite"
   # Its standard output is the invite and nothing else. The log says it too.
   exec noloco-node bootstrap --run "$run" --home "$home" --listen /ip4/0.0.0.0/tcp/4001 "$@" > "$shared_invite"

@@ -97,6 +97,11 @@ def reason_of(error: Exception) -> str:
     return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
 
 
+def one_line(error: object, most: int = 500) -> str:
+    """Return what an error says in one line of at most so many letters; of one that says nothing, its kind."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
 @contextmanager
 def os_errors_as(kind: Callable[[str, str, str], UserError], what: str, hint: str) -> Iterator[None]:
     """Raise an `OSError` of the body as a `UserError` whose reason is what the system refused."""

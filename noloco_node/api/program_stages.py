@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from noloco_node.api.foreign_stage import check_frozen, check_module, trained_parameters
 from noloco_node.cli.host_machine import FirstCheckpoint, Machine, MachineRequest, StageHost, first_checkpoint
-from noloco_node.errors import UserError, config_error
+from noloco_node.errors import UserError, config_error, one_line
 from noloco_node.planning.foreign_layout import ForeignLayout, ForeignWeights, foreign_layout
 from noloco_node.planning.model_layout import with_optimiser
 from noloco_node.run.config import RunConfig
@@ -42,7 +42,7 @@ def stage_parameters(stage: int, module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _failed(what: str, error: Exception, hint: str) -> UserError:
-    return config_error(what, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", hint)
+    return config_error(what, f"{type(error).__name__}: {one_line(error)}", hint)
 
 
 @torch.no_grad()

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Any, TypeVar
+
+import msgspec
 
 from noloco_node.api.loop_thread import LoopThread, finished
 from noloco_node.cli.options import default_home, invite_text
 from noloco_node.export.sources import check_export
 from noloco_node.network.swarm_clock import CLOCK
 from noloco_node.observe.roster_observer import RosterObserver
-from noloco_node.observe.swarm_view import PeerView, SwarmView, plain
+from noloco_node.observe.swarm_view import SwarmView, plain
 from noloco_node.storage.home import typed
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.access import Visitor, visited
 from noloco_node.tasks import background
 
-T = TypeVar("T")
 LOOK_EVERY_S = 1.0
 
 
@@ -133,14 +133,6 @@ def export(
 
 
 def _status(view: SwarmView) -> SwarmStatus:
-    peers = tuple(
-        _of(PeerStatus, each, name=plain(each.name), waits=each.waits and plain(each.waits)) for each in view.peers
-    )
-    return _of(SwarmStatus, view, peers=peers)
-
-
-def _of(kind: Callable[..., T], view: SwarmView | PeerView, **others: Any) -> T:
-    """Return a status with the fields that a view has of the same names."""
-    names = {each.name for each in fields(kind)} - others.keys()  # type: ignore[arg-type]
-    same = {name: getattr(view, name) for name in names}
-    return kind(**same, **others)
+    found = msgspec.convert(view, SwarmStatus, from_attributes=True)
+    peers = (replace(each, name=plain(each.name), waits=each.waits and plain(each.waits)) for each in found.peers)
+    return replace(found, peers=tuple(peers))

@@ -15,20 +15,7 @@ from typing import Annotated
 
 import typer
 
-from noloco_node.cli.options import (
-    AnnounceOption,
-    HomeOption,
-    ListenOption,
-    MetricsOpenOption,
-    MetricsOption,
-    WebOpenOption,
-    WebOption,
-    WeightsOption,
-    default_home,
-    invite_text,
-    page_place,
-)
-from noloco_node.errors import Exit, UserError
+from noloco_node.cli import options as shared
 from noloco_node.libp2p.addresses import KnownPeers, check_announce, check_listen, parse_peer_address
 from noloco_node.libp2p.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
 from noloco_node.machine.memory import machine_free_bytes, share_arenas
@@ -68,18 +55,18 @@ class BootstrapOptions:
     """The options of `bootstrap`."""
 
     run: Annotated[Path, typer.Option("--run", help="The run file to serve.")] = Path("run.toml")
-    listen: ListenOption = None
-    announce: AnnounceOption = None
-    home: HomeOption = None
+    listen: shared.ListenOption = None
+    announce: shared.AnnounceOption = None
+    home: shared.HomeOption = None
     invite: Annotated[
         str | None,
         typer.Option(
             help="Invite of a swarm that is already there, to take a lost bootstrap peer's place; or the home of a "
             "node of it.",
-            callback=invite_text,
+            callback=shared.invite_text,
         ),
     ] = None
-    weights: WeightsOption = None
+    weights: shared.WeightsOption = None
     relays: Annotated[
         int,
         typer.Option(
@@ -90,10 +77,10 @@ class BootstrapOptions:
             "this machine's line, and libp2p's relays can be held to no rate.",
         ),
     ] = 4
-    metrics: MetricsOption = None
-    metrics_open: MetricsOpenOption = False
-    web: WebOption = None
-    web_open: WebOpenOption = False
+    metrics: shared.MetricsOption = None
+    metrics_open: shared.MetricsOpenOption = False
+    web: shared.WebOption = None
+    web_open: shared.WebOpenOption = False
 
 
 def bootstrap(options: BootstrapOptions) -> None:
@@ -109,10 +96,11 @@ async def host(options: BootstrapOptions) -> None:
     check_announce(options.announce or ())
     recipe = RunFileText(read_run_text(options.run), str(options.run))
     stores = await asyncio.to_thread(_checkpoint_stores, options.weights, recipe.run)
-    known = None if options.invite is None else _invite_of_same_run(options.invite, recipe, options.run)
+    hint = "give the run file of that swarm; its peers keep a copy as run.toml in their homes"
+    known = None if options.invite is None else shared.invite_of_run(options.invite, recipe.digest, options.run, hint)
     metrics_at = metrics_place(options.metrics, is_open=options.metrics_open)
-    with Home.open(options.home or default_home("bootstrap")) as home:
-        page_at = page_place(options.web, is_open=options.web_open, home=home)
+    with Home.open(options.home or shared.default_home("bootstrap")) as home:
+        page_at = shared.page_place(options.web, is_open=options.web_open, home=home)
         admissions = HostedAdmissions(recipe, options.run, home.identity, known)
         settings = NetworkSettings(
             run=recipe.digest,
@@ -206,19 +194,6 @@ def _checkpoint_stores(directory: Path | None, run: RunConfig) -> dict[str, Weig
     if run.data.tokenizer_files:
         stores[weight_exchange.TOKENIZER_TOPIC] = WeightStore.whole(directory, run.data.tokenizer_files)
     return stores
-
-
-def _invite_of_same_run(given: str, recipe: RunFileText, run_file: Path) -> invites.Invite:
-    """Return an invite that was given, or that a given home keeps; `UserError` if it is for another run."""
-    invite = invites.parse(invites.found(given, Path()))
-    if invite.digest != recipe.digest:
-        raise UserError(
-            "The invite is for another run than the run file.",
-            why=f"the invite names {invite.digest[:12]}, {run_file} is {recipe.digest[:12]}",
-            hint="give the run file of that swarm; its peers keep a copy as run.toml in their homes",
-            code=Exit.OTHER_RUN,
-        )
-    return invite
 
 
 async def tell_of(membership: Membership) -> None:

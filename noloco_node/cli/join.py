@@ -79,6 +79,7 @@ def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
     if names:
         options = replace(options, device=names[0], devices=None)
     parsed = invites.parse(invites.found(invite, options.home or default_home("node")))
+    Home.open(options.home or default_home("node")).close()  # one in use is refused at once, too
     memory.expand_segments()
     say("loading torch (a few seconds)")
     gc.disable()  # none of what is imported is garbage, and to look for some takes a sixth of a node's start
@@ -136,7 +137,7 @@ async def take_part(
         closing(LiveCurves(options.curves, checked_name(options.name), home.curves, warn)) as curves,
         closing(Bar()) as bar,
     ):
-        others = home.enter(invite.digest).other_runs()
+        others = home.run(invite.digest).other_runs()
         if others.number:  # no node removes them
             size, place = format_bytes(others.size_bytes), home.run(invite.digest).path.parent
             kept = f"this home keeps {size} of other runs ({others.number}) below {place}"
@@ -284,7 +285,7 @@ class _Participant:
         for line in without_effect(options, recipe.run):
             warn(line)
         await asyncio.to_thread(check_download, recipe.run.model, options.most_disk_bytes)
-        paths = self.home.run(recipe.digest)
+        paths = self.home.enter(recipe.digest)
         for place in (paths, self.home):
             place.keep_run_file(recipe.text)
         request = MachineRequest(options, paths, self.torch_device, recipe)

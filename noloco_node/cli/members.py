@@ -19,7 +19,7 @@ from noloco_node.admission import owner_files
 from noloco_node.admission.owner_files import TICKET
 from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, grant, key_of, peer_of
 from noloco_node.admission.ticket_service import OPEN_DAYS
-from noloco_node.cli.options import default_home, invite_text
+from noloco_node.cli.options import default_home, invite_of_run, invite_text
 from noloco_node.errors import UserError, config_error, usage_error, user_error_of
 from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.machine.signals import run
@@ -255,13 +255,8 @@ async def confirmation(access: RunAccess, network: PeerNetwork, options: MemberO
 
 def _given_invite(options: MemberOptions, digest: str) -> invites.Invite | None:
     """Return the invite that was given, if any; `UserError` where it is none of this run."""
-    if options.invite is None:
-        return None
-    invite = invites.parse(invites.found(options.invite, default_home("bootstrap")))
-    if invite.digest != digest:
-        why = f"the invite names {invite.digest[:12]}, {options.run} is {digest[:12]}"
-        raise _usage("That invite is for another run.", "the line that this run's bootstrap peer printed", why)
-    return invite
+    hint = "the line that this run's bootstrap peer printed"
+    return None if options.invite is None else invite_of_run(options.invite, digest, options.run, hint)
 
 
 def _bootstrap_invite(options: MemberOptions, digest: str) -> invites.Invite | None:

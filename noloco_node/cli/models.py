@@ -8,17 +8,7 @@ from typing import Annotated
 
 import typer
 
-from noloco_node.cli.options import (
-    LARGEST_SEED,
-    OWNER_RUN,
-    HomeOption,
-    LocalOption,
-    OwnerOption,
-    all_there,
-    default_home,
-    directory_there,
-    invite_text,
-)
+from noloco_node.cli import options as shared
 from noloco_node.errors import usage_error
 from noloco_node.export.hub import check_push, push
 from noloco_node.export.sources import check_export, check_models
@@ -28,11 +18,8 @@ from noloco_node.swarm.invite import found
 
 AdaptedOption = Annotated[
     Path | None,
-    typer.Option(
-        "--weights",
-        metavar="DIR",
-        help="The model that an adapter is for (init --from DIR).",
-        callback=directory_there,
+    shared.weights_option(
+        "The model that an adapter is for (init --from DIR).",
         show_default="the one that adapter_config.json names",
     ),
 ]
@@ -51,20 +38,17 @@ class ExportOptions:
     """The options of `export`, but for its directory."""
 
     from_home: HomesOption = None
-    local: LocalOption = None
-    home: HomeOption = None
-    owner_run: OwnerOption = OWNER_RUN
+    local: shared.LocalOption = None
+    home: shared.HomeOption = None
+    owner_run: shared.OwnerOption = shared.OWNER_RUN
     merge: Annotated[
         bool, typer.Option("--merge", help="Of a run of adapters: the whole model, adapters added to its weights.")
     ] = False
     weights: Annotated[
         Path | None,
-        typer.Option(
-            "--weights",
-            metavar="DIR",
-            help="The checkpoint that a run of adapters started from (init --from DIR), or the frozen model that init"
-            " wrote: to merge, and to judge replicas by their loss.",
-            callback=directory_there,
+        shared.weights_option(
+            "The checkpoint that a run of adapters started from (init --from DIR), or the frozen model that init"
+            " wrote: to merge, and to judge replicas by their loss."
         ),
     ] = None
     best: Annotated[
@@ -91,7 +75,7 @@ def export(
     invite: Annotated[
         str | None,
         typer.Argument(
-            metavar="INVITE", help="Invite of a living swarm, or a home that keeps one.", callback=invite_text
+            metavar="INVITE", help="Invite of a living swarm, or a home that keeps one.", callback=shared.invite_text
         ),
     ] = None,
 ) -> None:
@@ -99,7 +83,7 @@ def export(
 
     A run of adapters is written as PEFT's files, or with --merge as a whole model.
     """
-    place, homes = options.home or default_home("node"), options.from_home or ()
+    place, homes = options.home or shared.default_home("node"), options.from_home or ()
     given = None if invite is None else found(invite, place)
     check_export(out, given, homes, best=options.best)
     if options.push_to is not None:
@@ -125,7 +109,7 @@ def evaluate(
         typer.Argument(
             metavar="DIR",
             help="Directories that `export` wrote; other models and adapters with --data.",
-            callback=all_there,
+            callback=shared.all_there,
         ),
     ] = None,
     from_home: HomesOption = None,
@@ -159,7 +143,7 @@ def generate(
         typer.Argument(
             metavar="DIR",
             help="A directory that `export` wrote, or another model or adapter.",
-            callback=directory_there,
+            callback=shared.directory_there,
         ),
     ],
     prompt: Annotated[str, typer.Option(help="Text to go on from; in a run of messages, what a user says.")],
@@ -171,7 +155,9 @@ def generate(
     top_k: Annotated[
         int, typer.Option(metavar="N", min=0, help="Draw from so many of the most probable; 0: from all.")
     ] = 40,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, max=LARGEST_SEED, help="Equal seeds give equal texts.")] = 0,
+    seed: Annotated[
+        int, typer.Option(metavar="N", min=0, max=shared.LARGEST_SEED, help="Equal seeds give equal texts.")
+    ] = 0,
 ) -> None:
     """Let a checkpoint, or an adapter over one, go on from a prompt, token by token."""
     (model,) = check_models([directory], (), weights)  # before torch is loaded

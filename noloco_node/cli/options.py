@@ -13,17 +13,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf, isfinite, nan
 from pathlib import Path
-from typing import Annotated, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import msgspec
 import typer
 
-from noloco_node.errors import config_error, reason_of, usage_error
+from noloco_node.errors import Exit, UserError, config_error, reason_of, usage_error
 from noloco_node.limits.budget import OwnerLimits, read_owner_limits, read_size
 from noloco_node.observe.curves import CurveFormat, read_formats
 from noloco_node.run.config import MOST_SLOWDOWN
 from noloco_node.storage.checkpoint import KEPT
 from noloco_node.storage.home import HomePaths, typed
+from noloco_node.swarm import invite as invites
+from noloco_node.swarm.invite import Invite
 from noloco_node.terminal import warn
 from noloco_node.web.places import PagePlace, kept_token, new_token, parse_place
 
@@ -71,6 +73,22 @@ def directory_there(given: Path | None) -> Path | None:
         hint = "an existing directory; it is read relative to the one in which the command was started"
         raise config_error(f"There is no directory {str(given)!r}.", why, hint)
     return given
+
+
+def invite_of_run(given: str, digest: str, run_file: Path, hint: str) -> Invite:
+    """Return an invite that was given, or that a given home keeps; `UserError` if it is for another run than a file's.
+
+    `hint`: where to find the right one.
+    """
+    invite = invites.parse(invites.found(given, Path()))
+    if invite.digest != digest:
+        raise UserError(
+            "The invite is for another run than the run file.",
+            why=f"the invite names {invite.digest[:12]}, {run_file} is {digest[:12]}",
+            hint=hint,
+            code=Exit.OTHER_RUN,
+        )
+    return invite
 
 
 def all_there(given: Sequence[str | Path] | None) -> Sequence[str | Path] | None:
@@ -171,14 +189,18 @@ LocalOption = Annotated[
         callback=all_there,
     ),
 ]
+
+
+def weights_option(what: str, show_default: bool | str = True) -> Any:
+    """Return the option `--weights`, a directory with a model; `what`: which."""
+    return typer.Option("--weights", metavar="DIR", help=what, callback=directory_there, show_default=show_default)
+
+
 WeightsOption = Annotated[
     Path | None,
-    typer.Option(
-        "--weights",
-        metavar="DIR",
-        help="The checkpoint that the run goes on from (init --from DIR), or the frozen model that init --lora wrote: "
-        "others fetch it from here. One peer that has it is enough.",
-        callback=directory_there,
+    weights_option(
+        "The checkpoint that the run goes on from (init --from DIR), or the frozen model that init --lora wrote: "
+        "others fetch it from here. One peer that has it is enough."
     ),
 ]
 UploadOption = Annotated[

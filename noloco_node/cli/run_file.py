@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from noloco_node.admission.owner_files import key_file, make_key, public_half, save_key
-from noloco_node.cli.options import CapOption, DownloadOption, UploadOption, check_values, directory_there
-from noloco_node.errors import UserError, config_error, usage_error
+from noloco_node.cli import options as shared
+from noloco_node.errors import UserError, config_error, os_errors_as, storage_error, usage_error
 from noloco_node.limits.budget import read_owner_limits, read_rate, read_size
 from noloco_node.machine.signals import unwound
 from noloco_node.run.config import NO_ADAPTER, AdapterConfig, AdmissionRule
 from noloco_node.run.fields import converted
 from noloco_node.run.presets import check_free, check_named, machines_of, run_text, with_owner, with_values, write_text
 from noloco_node.run.runfile import decode_run, load_run
+from noloco_node.storage.atomic_file import make_directory
 from noloco_node.storage.home import typed
 
 if TYPE_CHECKING:
@@ -36,46 +37,30 @@ USUAL: dict[str, Any] = {
 ALL_LAYERS, ANY_BASE = NO_ADAPTER.targets[0], "auto"
 
 
+def _machine_option(name: str, metavar: str, what: str, *, min: float | None = None, max: float | None = None) -> Any:
+    usual = USUAL[name]
+    shown = usual if isinstance(usual, str) else f"{usual:g}"
+    return typer.Option(metavar=metavar, help=what, min=min, max=max, show_default=shown)
+
+
 @dataclass(frozen=True)
 class MachineOptions:
     """Equal machines. Options left out are as in USUAL; if all are left out, nothing is planned."""
 
-    gpu: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory of a machine's GPU.", show_default=USUAL["gpu"])
-    ] = None
-    ram: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Main memory of a machine that is free.", show_default=USUAL["ram"]),
-    ] = None
+    gpu: Annotated[str | None, _machine_option("gpu", "SIZE", "Memory of a machine's GPU.")] = None
+    ram: Annotated[str | None, _machine_option("ram", "SIZE", "Main memory of a machine that is free.")] = None
     line: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE", help="A machine's line: 100mbit, or down and up 100mbit/20mbit.", show_default=USUAL["line"]
-        ),
+        str | None, _machine_option("line", "RATE", "A machine's line: 100mbit, or down and up 100mbit/20mbit.")
     ] = None
-    peers: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, max=20_000, help="Machines in all.", show_default=str(USUAL["peers"])),
-    ] = None
+    peers: Annotated[int | None, _machine_option("peers", "N", "Machines in all.", min=1, max=20_000)] = None
     tflops: Annotated[
         float | None,
-        typer.Option(
-            metavar="X",
-            min=0.001,
-            max=1e6,
-            help="10^12 operations a second of a GPU, as reached in training.",
-            show_default=f"{USUAL['tflops']:g}",
+        _machine_option(
+            "tflops", "X", "10^12 operations a second of a GPU, as reached in training.", min=0.001, max=1e6
         ),
     ] = None
     latency_ms: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            min=0.0,
-            max=6e4,
-            help="Of a message between two machines.",
-            show_default=f"{USUAL['latency_ms']:g}",
-        ),
+        float | None, _machine_option("latency_ms", "X", "Of a message between two machines.", min=0.0, max=6e4)
     ] = None
 
     @property
@@ -96,7 +81,7 @@ class MachineOptions:
             found = {word.removeprefix("--").replace("-", "_"): value for word, value in pairs}
             read = {name: type(USUAL.get(name, ""))(value) for name, value in found.items()}
             completed = MachineOptions(**read | self._given())
-            check_values(completed)
+            shared.check_values(completed)
             return completed
         except (ValueError, TypeError, UserError) as error:
             why = error.why if isinstance(error, UserError) else error
@@ -151,7 +136,9 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
     origin: Annotated[
         Path | None,
-        typer.Option("--from", metavar="DIR", help="Go on from an exported checkpoint.", callback=directory_there),
+        typer.Option(
+            "--from", metavar="DIR", help="Go on from an exported checkpoint.", callback=shared.directory_there
+        ),
     ] = None,
     admission: Annotated[
         AdmissionRule | None,
@@ -242,6 +229,8 @@ def write_run(
 
         text = continuing_text(origin, preset, adapter)
     text, expected = _planned(text, preset, options, any_base=any_base)
+    with os_errors_as(storage_error, f"There is no place for {path}.", "a path in a directory that is yours"):
+        make_directory(path.parent)
     advice = f"Read {path}, change what you like, then:  {shlex.join(('noloco-node', 'check', str(path)))}"
     if origin is not None:
         from noloco_node.export.frozen_files import with_frozen_files
@@ -280,9 +269,9 @@ def check(
     options: MachineOptions,
     path: Annotated[Path, typer.Argument(help="A run file.")] = Path("run.toml"),
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of sentences.")] = False,
-    max_upload: UploadOption = None,
-    max_download: DownloadOption = None,
-    monthly_cap: CapOption = None,
+    max_upload: shared.UploadOption = None,
+    max_download: shared.DownloadOption = None,
+    monthly_cap: shared.CapOption = None,
 ) -> None:
     """Explain a run file (memory, bytes, work, efficiency), or say which field is wrong and why.
 
@@ -295,15 +284,15 @@ def check(
     from noloco_node.planning import bandwidth, expectation
     from noloco_node.planning.plan_text import fitted, report
 
-    typer.echo(report(path, as_json=as_json))
+    typer.echo(report(run, as_json=as_json))
     if run.data.has_rows and not as_json:
         typer.echo(f"What it learns of its rows is shown by:  {shlex.join(('noloco-node', 'data', str(path)))}")
     if allowance.is_limited and not as_json:
-        typer.echo("\n" + "\n".join(fitted(bandwidth.report(path, allowance))))
+        typer.echo("\n" + "\n".join(fitted(bandwidth.report(run, allowance))))
     if not as_json:
         options = options.completed_from(path)
         machines = options.machines() if options.are_given else None
-        typer.echo("\n" + "\n".join(expectation.report_machines(path, machines)))
+        typer.echo("\n" + "\n".join(expectation.report_machines(run, machines)))
 
 
 def data(
@@ -316,12 +305,7 @@ def data(
     ] = None,
     weights: Annotated[
         Path | None,
-        typer.Option(
-            "--weights",
-            metavar="DIR",
-            help="The checkpoint that the run goes on from (init --from DIR), for its tokenizer.",
-            callback=directory_there,
-        ),
+        shared.weights_option("The checkpoint that the run goes on from (init --from DIR), for its tokenizer."),
     ] = None,
 ) -> None:
     """Show three rows as a run reads them, with the tokens that are learnt marked, and count those that do not fit.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from noloco_node.data.file_documents import Document, Place, ReadingOrder, UnreadText, find_files, row_side_of, side_of
 from noloco_node.data.local_rows import LocalRows
 from noloco_node.data.row_forms import BadRow, GoodRow, data_error, row_of
-from noloco_node.errors import Exit, UserError, config_error, is_full_disk
+from noloco_node.errors import Exit, UserError, config_error, is_full_disk, one_line
 from noloco_node.run.config import DataConfig
 from noloco_node.storage.atomic_file import size_of
 from noloco_node.terminal import say
@@ -226,7 +226,7 @@ class RowDocuments:
         raise AssertionError("the last try returns or raises")
 
     def _unreadable(self, error: BaseException, code: Exit, hint: str) -> UserError:
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        why = one_line(f"{type(error).__name__}: {error}")
         what = f"The data source {self._data.source} {self._data.path} cannot be read."
         return UserError(what, why=why, hint=hint, code=code)
 

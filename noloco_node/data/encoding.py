@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from noloco_node.errors import config_error
+from noloco_node.errors import config_error, one_line
 from noloco_node.run.config import TOKENIZER_FILES, DataConfig
 from noloco_node.storage.home import typed
 
@@ -144,7 +144,7 @@ def _loaded(data: DataConfig) -> Any:
     except Exception as error:  # a stranger may have written its files, and the library raises all kinds of errors
         raise config_error(
             f"The tokenizer {data.tokenizer} cannot be loaded.",
-            why=" ".join(str(error).split())[:500],
+            why=one_line(error),
             hint=hint,
         ) from error
 

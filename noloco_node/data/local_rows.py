@@ -21,6 +21,7 @@ from typing import Any, cast
 import msgspec
 
 from noloco_node.data.row_forms import BadRow, Row, row_of
+from noloco_node.errors import one_line
 from noloco_node.run.config import DataConfig
 
 _BOM = b"\xef\xbb\xbf"
@@ -55,10 +56,10 @@ class LocalRows:
         from pyarrow.parquet import ParquetFile
 
         try:
-            with ParquetFile(path) as file:
+            with path.open("rb") as opened, ParquetFile(opened) as file:  # the name may be no text that pyarrow takes
                 return int(file.num_row_groups)
         except (pyarrow.ArrowException, OSError) as error:
-            self.unreadable.append(BadRow("cannot be read and is left out", f"{name} ({_short(error)})"))
+            self.unreadable.append(BadRow("cannot be read and is left out", f"{name} ({one_line(error, 120)})"))
             return 0
 
     @property
@@ -91,7 +92,7 @@ class JsonShard:
                 is_array = file.peek(64)[:64].lstrip().startswith(b"[")
                 yield from self._array(file) if is_array else self._lines(file)
         except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:  # a packed file may be torn
-            yield BadRow("cannot be read further, and its rest is left out", f"{self._name} ({_short(error)})")
+            yield BadRow("cannot be read further, and its rest is left out", f"{self._name} ({one_line(error, 120)})")
 
     def _lines(self, file: io.BufferedReader) -> Iterator[Row]:
         plain = self._path.suffix not in _PACKED
@@ -200,7 +201,7 @@ class ParquetShard:
 
         where, done = f"{self._name}, row group {self._group}", 0
         try:
-            with ParquetFile(self._path) as file:
+            with self._path.open("rb") as opened, ParquetFile(opened) as file:
                 names = file.schema_arrow.names
                 fields = [name for name in self._data.row_fields if name in names]
                 if len(fields) < len(self._data.row_fields):
@@ -219,7 +220,7 @@ class ParquetShard:
                         bad = BadRow("cannot be read and is left out", place)
                         yield bad if row is None else row_of(self._data, row, names, place)
         except (pyarrow.ArrowException, OSError) as error:
-            yield BadRow("cannot be read and is left out", f"{where} ({_short(error)})")
+            yield BadRow("cannot be read and is left out", f"{where} ({one_line(error, 120)})")
 
 
 def _rows_of(batch: Any) -> Iterator[dict[str, Any] | None]:
@@ -243,14 +244,10 @@ def _count(state: Any, name: str) -> int:
     return found
 
 
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:120]
-
-
 def _zstd(path: Path) -> io.BufferedReader:
     import pyarrow
 
-    return io.BufferedReader(pyarrow.CompressedInputStream(str(path), "zstd"))
+    return io.BufferedReader(pyarrow.CompressedInputStream(path.open("rb"), "zstd"))
 
 
 _PACKED: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstd}

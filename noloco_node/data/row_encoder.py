@@ -21,6 +21,7 @@ from torch import Tensor
 
 from noloco_node.data.encoding import Encoder, of_unicode, open_encoder, open_tokenizer
 from noloco_node.data.row_forms import ASSISTANT, data_error
+from noloco_node.errors import one_line
 from noloco_node.run.config import DataConfig
 from pipeline.activation_codec import first, given, ids_of, learnt
 
@@ -54,8 +55,8 @@ class RowEncoder:
         self._plain: Encoder = open_encoder(data, tokenizer)
         self._tokenizer = None if data.has_byte_tokenizer else tokenizer
         self._template = _template_of(data, tokenizer) if in_messages else None
-        self._ends = data.chat_template != "" and in_messages
-        """Whether the end token follows a conversation: a tokenizer's own template has its own end."""
+        self._ends = not in_messages or data.chat_template != ""
+        """Whether the end token follows a row: a tokenizer's own template has its own end."""
         self.name = f"{self._plain.name}|{data.form}|{data.chat_template}"
         self.end = self._plain.end
         self._kept: dict[str, Tensor] = {}
@@ -86,14 +87,12 @@ class RowEncoder:
             raise UnfitRowError("is nested too deeply") from None
         if self._template is None:
             prompt, completion = content
-            whole, spans, ends_learnt = prompt + completion, [(len(prompt), len(prompt) + len(completion))], True
+            answer, ends_learnt = (len(prompt), len(prompt) + len(completion)), True
+            begin = given(torch.tensor(self._plain.begin, dtype=torch.int32))
+            parts = [begin, self._marked(prompt + completion, [answer])]
         else:
-            whole, spans = self._template.written(content)
-            ends_learnt = content[-1]["role"] == ASSISTANT
-        parts = [self._marked(whole, spans)]
-        if self._template is None:
-            parts.insert(0, given(torch.tensor(self._plain.begin, dtype=torch.int32)))
-        if self._template is None or self._ends:
+            parts, ends_learnt = [self._marked(*self._template.written(content))], content[-1]["role"] == ASSISTANT
+        if self._ends:
             end = torch.tensor([self.end], dtype=torch.int32)
             parts.append(end if ends_learnt else given(end))
         tokens = torch.cat(parts)
@@ -112,7 +111,7 @@ class RowEncoder:
         except Exception as error:  # a template may raise whatever it likes
             raise data_error(
                 "The chat template does not write this prompt.",
-                why=" ".join(str(error).split())[:120],
+                why=one_line(error, 120),
                 hint="a template that takes what a user says as its first message",
             ) from error
         return self._segment(written, True).tolist()
@@ -193,8 +192,7 @@ class ChatTemplate(NamedTuple):
         except UnfitRowError:
             raise
         except Exception as error:  # a template may raise whatever it likes
-            why = " ".join(str(error).split())[:120]
-            raise UnfitRowError("does not fit the chat template", why) from error
+            raise UnfitRowError("does not fit the chat template", one_line(error, 120)) from error
 
     def closing(self) -> str:
         """Return the mark behind an answer; empty where the template does not write an answer as it is."""

@@ -39,11 +39,11 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
 
 
 class Spelling:
-    """Tokens to characters, as soon as they are whole."""
+    """Tokens to characters, as soon as they are whole. `before`: tokens of the text that they go on."""
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, decode: Callable[[list[int]], str], before: Sequence[int] = ()) -> None:
         self._decode, self._tokens = decode, list[int]()
-        self._context: list[int] = []
+        self._context = [*before[-LONGEST_CHARACTER:]]
         """The last tokens shown: some tokenizers write a space between two tokens only where both are there."""
 
     def add(self, token: int) -> str:
@@ -77,12 +77,12 @@ class ByteSpelling:
         return self._decoder.decode(b"", final=True)
 
 
-def open_spelling(data: DataConfig) -> Callable[[], Spelling | ByteSpelling]:
-    """Return what begins to spell a text of the run's tokenizer, which is opened once."""
+def open_spelling(data: DataConfig) -> Callable[[Sequence[int]], Spelling | ByteSpelling]:
+    """Return what begins to spell what follows some tokens of the run's tokenizer, which is opened once."""
     if data.has_byte_tokenizer:
-        return ByteSpelling
+        return lambda _: ByteSpelling()
     tokenizer = open_tokenizer(data)
-    return lambda: Spelling(lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)))
+    return lambda before: Spelling(lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)), before)
 
 
 class Prompts:
@@ -103,12 +103,12 @@ class Prompts:
 
     def is_over(self, tokens: Sequence[int]) -> bool:
         """Say whether these tokens, drawn so far, hold the text that ends what a model has to say."""
-        spelling = self._spelling()
+        spelling = self._spelling(())
         return self.mark != "" and self.mark in "".join([*map(spelling.add, tokens), spelling.rest()])
 
-    def spelled(self, tokens: Iterable[int]) -> Iterator[str]:
-        """Yield the text of tokens that a model draws, in pieces of whole characters, as they come."""
-        spelling = self._spelling()
+    def spelled(self, prompt: str, tokens: Iterable[int]) -> Iterator[str]:
+        """Yield the text of tokens that a model draws after a prompt, in pieces of whole characters, as they come."""
+        spelling = self._spelling(() if self.answers else self.tokens[prompt])
         pieces = chain(map(spelling.add, tokens), (rest() for rest in (spelling.rest,)))
         return _until(self.mark, filter(None, pieces))
 

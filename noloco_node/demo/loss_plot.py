@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, StrMethodFormatter
 
 from noloco_node.charts import COLOURS, INK, QUIET, SAME, Labelled, dress, new_figure, png, write_labels
 from noloco_node.demo.summary import ModelScores, Summary
-from noloco_node.observe.peer_history import PeerHistory, over_tokens
+from noloco_node.observe.peer_history import Curve, PeerHistory, Point
 from noloco_node.observe.screen import smoothed
 
 
@@ -47,6 +48,19 @@ def _subtitle(summary: Summary, scores: ModelScores | None) -> str:
         f"{summary.parameters:,} parameters; merged model {scores.merged:.3f} nats a token on held-out text, "
         f"{scores.merged / scores.unigram:.2f} of the byte unigram entropy"
     )
+
+
+def over_tokens(curve: Curve, histories: Sequence[PeerHistory]) -> list[Point]:
+    """Return the points with the tokens that all sources together had trained on at that time as x.
+
+    This is exact and the same for all peers: the progress in a journal is only what its peer had heard of.
+    """
+    at, tokens = [point.x for point in curve.points], np.zeros(len(curve.points))
+    for source in histories:
+        if source.stage == 0 and source.began_at is not None:
+            ends, drawn = zip(Point(source.began_at, 0.0), *source.drawn.points, strict=True)
+            tokens += np.interp(at, ends, drawn, right=source.tokens)
+    return [Point(x, point.value) for x, point in zip(tokens.tolist(), curve.points, strict=True)]
 
 
 def _draw_losses(panel: Axes, histories: Sequence[PeerHistory], scores: ModelScores | None, tokens: int) -> None:

@@ -292,12 +292,11 @@ class Evaluator:
 
     async def _samples(self, prompts: Prompts) -> tuple[events.TextSample, ...]:
         """Let the model go on from each prompt; what is there so far if the node leaves meanwhile."""
-        return tuple(
-            [
-                events.TextSample(prompt=text, text="".join(prompts.spelled(await self._continuation(tokens, prompts))))
-                for text, tokens in prompts.tokens.items()
-            ]
-        )
+        samples = []
+        for prompt, tokens in prompts.tokens.items():
+            drawn = await self._continuation(tokens, prompts)
+            samples.append(events.TextSample(prompt=prompt, text="".join(prompts.spelled(prompt, drawn))))
+        return tuple(samples)
 
     async def _continuation(self, prompt: Sequence[int], prompts: Prompts) -> list[int]:
         # Equal draws in each evaluation: what differs between two samples is the model.

@@ -83,17 +83,13 @@ def merged_weights(
     return dict(ordinary(whole))
 
 
-class PeftAdapter(NamedTuple):
-    """`settings`: what adapter_config.json says. `weights`: by their names in the model."""
-
-    settings: dict[str, object]
-    weights: dict[str, Tensor]
-
-
 def peft_adapter(
     run: RunConfig, layout: ModelLayout, base: Path | None, stages: Sequence[Mapping[str, Tensor]]
-) -> PeftAdapter:
-    """Return the adapters of all stages as PEFT has them. `base`: the directory of the model, to be named."""
+) -> tuple[dict[str, object], dict[str, Tensor]]:
+    """Return what PEFT's adapter_config.json says, and the adapters of all stages by their names in the model.
+
+    `base`: the directory of the model, to be named.
+    """
     assert layout.adapter is not None, "adapters are trained"
     parts = [empty_slice(layout.prepared.config, cut) for cut in layout.cuts]
     layers = {name: layer for part in parts for name, layer in part.named_modules() if isinstance(layer, AdaptedLinear)}
@@ -114,4 +110,4 @@ def peft_adapter(
         "bias": "none",
         "inference_mode": True,
     }
-    return PeftAdapter(settings, weights)
+    return settings, weights

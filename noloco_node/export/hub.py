@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from noloco_node.errors import Exit, UserError, usage_error
+from noloco_node.errors import Exit, UserError, one_line, usage_error
 
 _MODEL_NAME = re.compile(r"\w([\w.-]{0,94}\w)?/\w([\w.-]{0,94}\w)?(?<!\.git)", re.ASCII)
 
@@ -51,5 +51,4 @@ def push(directory: Path, name: str, *, public: bool) -> str:
 
 def _refused(what: str, error: Exception, hint: str) -> UserError:
     # The hub's library raises errors of several other packages.
-    why = " ".join(str(error).split())[:300] or type(error).__name__
-    return UserError(what, why=why, hint=hint, code=Exit.UNREACHABLE)
+    return UserError(what, why=one_line(error), hint=hint, code=Exit.UNREACHABLE)

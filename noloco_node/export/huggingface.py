@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
-from noloco_node.errors import reason_of, storage_error
+from noloco_node.errors import one_line, reason_of, storage_error
 from noloco_node.export.model_card import CARD, CURVE, Library, held_out_curve, model_card
 from noloco_node.export.sources import ADAPTER_CONFIG, NOTES, Provenance, check_target
 from noloco_node.run.config import DataConfig, ModelConfig
@@ -180,6 +180,6 @@ def own_generation(model: ModelConfig, data: DataConfig) -> GenerationConfig | N
     except FileNotFoundError:
         return None
     except Exception as error:  # a stranger may have written the file, and the library raises all kinds of errors
-        say(f"the model's own generation_config.json is left out: {' '.join(str(error).split())[:200]}")
+        say(f"the model's own generation_config.json is left out: {one_line(error, 200)}")
         return None
     return found

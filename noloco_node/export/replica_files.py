@@ -11,10 +11,10 @@ import os
 import shutil
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from statistics import median_low
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -135,8 +135,8 @@ def newest(filed: Sequence[ReplicaFile], stage: int) -> list[ReplicaFile]:
     return [found[peer] for peer in sorted(found)]
 
 
-class ReplicaReader:
-    """The slow weights of one stage's replicas, read tensor by tensor. A context."""
+class ReplicaReader(AbstractContextManager["ReplicaReader"]):
+    """The slow weights of one stage's replicas, read tensor by tensor."""
 
     def __init__(self, filed: Sequence[ReplicaFile], shapes: Shapes) -> None:
         """Open `filed`; raise ValueError if a file does not hold tensors of these shapes."""
@@ -185,9 +185,6 @@ class ReplicaReader:
             name: torch.lerp(mean[name].float(), self._tensor(place, number).float(), 1.0 / (of + 1))
             for number, name in enumerate(self._names)
         }
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._files = []
@@ -251,11 +248,13 @@ def best_evaluated(homes: Sequence[Path], run_id: str, shapes: Shapes) -> tuple[
 
     Raises `UserError` if no home has any of a run of these `shapes`.
     """
-    found = {path: each for home in homes for path, each in evaluated_in(HomePaths(home).run(run_id).best).items()}
+    places = (place.best for home in homes for place in HomePaths(home).places_of(run_id))
+    found = {path: each for place in places for path, each in evaluated_in(place).items()}
     if len({each.text for each in found.values()}) > 1:
         say("these homes hold evaluations on several texts, whose losses do not compare")
     why = "none of these homes has evaluated its weights"
-    for path in sorted(found, key=lambda path: found[path].held_out_loss):
+    order = sorted(found, key=lambda path: found[path].held_out_loss)
+    for number, path in enumerate(order):
         counters = found[path]
         try:
             atomic_file.check_tensors(path)
@@ -271,8 +270,7 @@ def best_evaluated(homes: Sequence[Path], run_id: str, shapes: Shapes) -> tuple[
             replica_mean.LeftOut(
                 peer=each.peer, why=f"loss {each.held_out_loss:.4f} at its best, the least is {loss:.4f}"
             )
-            for other, each in found.items()
-            if other != path
+            for each in (found[worse] for worse in order[number + 1 :])
         ]
         return MergedReplicas(dict(zip(shapes, weights, strict=True)), (taken,), tuple(left_out)), loss
     raise UserError(

@@ -63,4 +63,4 @@ def generate(model: ModelSource, prompt: str, sampling: Sampling) -> Iterator[st
     opened = open_model(model)
     check_known(opened, max(prompts.tokens[prompt]))
     drawn = continuation(opened, prompts.tokens[prompt], sampling, prompts.ends)
-    return chain(() if prompts.answers else (prompt,), prompts.spelled(drawn))
+    return chain(() if prompts.answers else (prompt,), prompts.spelled(prompt, drawn))

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from noloco_node.errors import UserError, config_error
+from noloco_node.errors import UserError, config_error, one_line
 from noloco_node.export.huggingface import ADAPTER_WEIGHTS, quiet_unless_watched
 from noloco_node.export.sources import ADAPTER_CONFIG, ModelSource
 from noloco_node.storage.weight_store import WeightStore
@@ -90,7 +90,7 @@ def open_model(source: ModelSource) -> Any:
     except (ValueError, OSError, RecursionError, SafetensorError, msgspec.DecodeError) as error:
         raise config_error(
             f"The adapter in {source.adapter} cannot be put over the model in {source.directory}.",
-            why=" ".join(str(error).split())[:300],
+            why=one_line(error),
             hint="--weights with the model that the adapter was trained over; or copy or export the adapter again",
         ) from error
     return model
@@ -105,7 +105,7 @@ def _whole(directory: Path) -> Any:
             directory, local_files_only=True, trust_remote_code=False, dtype=torch.float32, output_loading_info=True
         )
     except Exception as error:  # what a wrong file makes transformers raise has no common type
-        raise no_model(directory, " ".join(str(error).split())[:300] or type(error).__name__) from error
+        raise no_model(directory, one_line(error)) from error
     if missing := sorted(found["missing_keys"]):
         # transformers would fill them with random numbers.
         raise no_model(directory, f"its files lack {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1))

@@ -16,8 +16,8 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Self
 
 import msgspec
 
@@ -29,7 +29,7 @@ from noloco_node.tasks import loop_s
 MAX_BYTES = 64 * 2**20  # some 300,000 inner steps
 
 
-class Journal:
+class Journal(AbstractContextManager["Journal"]):
     """The writing end; one process, one journal."""
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES, now: Callable[[], float] = time.time) -> None:
@@ -78,9 +78,6 @@ class Journal:
             self._file = -1  # stays so when the next line raises, and the next write tries again
         self._file = _open(self._path)
         self._size, self._torn = 0, False
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

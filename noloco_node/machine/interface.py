@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit, UserError, one_line
 from noloco_node.journal import events
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.storage.weight_store import FilePieceKey, WeightStore
@@ -38,7 +38,7 @@ class DeviceLost(UserError):
     def __init__(self, device: str, why: str) -> None:
         super().__init__(
             f"The device {device} failed while it computed.",
-            why=" ".join(why.split())[:300],
+            why=one_line(why),
             hint="start again: the node goes on from its last checkpoint; if it happens again, look at the driver's"
             " messages (dmesg), its temperature and its power, or use another --device",
             code=Exit.DEVICE_LOST,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import sys
 import time
 from contextlib import suppress
@@ -13,10 +14,6 @@ WANTED_FILES = 4096
 
 def allowed_files() -> int:
     """Return how many files and connections this process may have open; `sys.maxsize` without a limit."""
-    try:
-        import resource
-    except ImportError:
-        return sys.maxsize
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
@@ -25,8 +22,6 @@ def allow_files() -> None:
     """Raise this process's own limit of open files to `WANTED_FILES`, as far as the system lets it."""
     if allowed_files() >= WANTED_FILES:
         return
-    import resource
-
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     wanted = WANTED_FILES if most == resource.RLIM_INFINITY else min(WANTED_FILES, most)
     with suppress(OSError, ValueError):

@@ -116,22 +116,12 @@ def all_waits(waiting: Sequence[Wait], stage: int) -> str:
     return "; ".join(wait_words(wait, stage) + end for wait, end in zip(waiting, ends, strict=True))
 
 
-class Wording(NamedTuple):
-    """Words of a sentence about a run that is over, or about this moment."""
-
-    were: str
-    span: str
-
-
-PAST, PRESENT = Wording("were", "the training"), Wording("are", "the time")
-
-
-def devices_bottleneck(work: Mapping[int, float], wording: Wording) -> Bottleneck | None:
-    """Say which stage's devices are the limit, if any are. `work`: share of busy time, by stage."""
+def devices_bottleneck(work: Mapping[int, float], *, is_over: bool) -> Bottleneck | None:
+    """Say which stage's devices are the limit, or were in a run that is over. `work`: share of busy time, by stage."""
     busiest = max(work, key=lambda stage: work[stage])
     rest = [share for stage, share in work.items() if stage != busiest]
     most, others = work[busiest], sum(rest) / len(rest) if rest else 0.0
-    were, span = wording
+    were, span = ("were", "the training") if is_over else ("are", "the time")
     if rest and min(rest) >= ALIKE * most and most >= NEARLY_FULL:
         alike = f"The devices are the limit, of all stages alike: busy for {min(rest):.0%} of {span} or more."
         return Bottleneck(alike)
@@ -158,7 +148,7 @@ def present_bottleneck(stages: Sequence[StageView], tokens_per_s: float, *, is_o
             return Bottleneck(f"Nothing is trained: stage {stuck.stage} waits for {stuck.waits}.", stuck.stage)
         return Bottleneck("No speed is known yet: the first inner steps are under way.")
     work = {each.stage: each.busy for each in stages if each.busy is not None}
-    found = devices_bottleneck(work, PRESENT) if len(work) == len(stages) else None
+    found = devices_bottleneck(work, is_over=False) if len(work) == len(stages) else None
     if found is not None:
         return found
     refused = _worst(stages, Cause.ROOM)

@@ -20,7 +20,7 @@ from threading import Thread
 from typing import NamedTuple, TypeAlias
 
 from gossip.interface import OuterStepTaken
-from noloco_node.errors import usage_error
+from noloco_node.errors import one_line, usage_error
 from noloco_node.journal import events
 from noloco_node.journal.events import stamped
 from noloco_node.observe.swarm_view import short
@@ -198,5 +198,5 @@ class LiveCurves:
                 for point in step_figures(told):
                     draw(point)
         except Exception as error:  # of a package of others: all kinds
-            why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            why = one_line(f"{type(error).__name__}: {error}")
             self._warn(f"--log-to {kind} draws nothing more ({why}); the training goes on, the journal has all events")

@@ -10,6 +10,7 @@ import csv
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from noloco_node.storage.home import HomePaths
 from noloco_node.units import format_bytes, format_count, format_duration, format_energy
 
 LARGEST_INTEGER = 2**63 - 1  # of a column of whole numbers in Parquet
+BATCH_ROWS = 8192  # that are in memory at once
 FIRST = ("peer_name", "at", "event")
 
 
@@ -119,7 +121,8 @@ def _write_parquet(journals: Mapping[str, Path], columns: Mapping[str, type], ou
     schema = pyarrow.schema([(name, kinds.get(kind, pyarrow.string())) for name, kind in columns.items()])
     count = 0
     with parquet.ParquetWriter(out, schema) as table:
-        for batch in _batches(rows(journals)):
+        told = rows(journals)
+        for batch in iter(lambda: list(islice(told, BATCH_ROWS)), []):
             values = [{name: _as(row.get(name), kind) for name, kind in columns.items()} for row in batch]
             table.write_table(pyarrow.Table.from_pylist(values, schema))
             count += len(batch)
@@ -128,17 +131,6 @@ def _write_parquet(journals: Mapping[str, Path], columns: Mapping[str, type], ou
 
 def _as(value: Any, kind: type) -> Any:
     return value if value is None or kind not in (float, str) else kind(value)
-
-
-def _batches(all_rows: Iterator[dict[str, Any]], most: int = 8192) -> Iterator[list[dict[str, Any]]]:
-    batch: list[dict[str, Any]] = []
-    for row in all_rows:
-        batch.append(row)
-        if len(batch) == most:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
 
 
 def _draw(journals: Mapping[str, Path], out: Path, kind: CurveFormat) -> int:

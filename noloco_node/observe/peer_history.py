@@ -6,11 +6,9 @@ numbers, live or years later. Memory is bounded: full curves are thinned evenly.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import msgspec
@@ -324,23 +322,3 @@ class PeerHistory:
         last = self.recent[-1]
         more_s = max(0.0, now - last.at - last.seconds)
         return max(sum(step.seconds for step in self.recent) + more_s, 1e-9)
-
-
-def over_tokens(curve: Curve, histories: Sequence[PeerHistory]) -> list[Point]:
-    """Return the points with the tokens that all sources together had trained on at that time as x.
-
-    This is exact and the same for all peers: the progress in a journal is only what its peer had heard of.
-    """
-    sources = [history for history in histories if history.stage == 0]
-    return [Point(sum(_tokens_at(source, point.x) for source in sources), point.value) for point in curve.points]
-
-
-def _tokens_at(source: PeerHistory, at: float) -> float:
-    points = source.drawn.points
-    after = bisect_left(points, at, key=attrgetter("x"))
-    if source.began_at is None or after == len(points):
-        return float(source.tokens)
-    end = points[after]
-    start = points[after - 1] if after else Point(source.began_at, 0.0)
-    share = (at - start.x) / max(end.x - start.x, 1e-9)
-    return start.value + max(0.0, share) * (end.value - start.value)

@@ -45,7 +45,7 @@ def picture(view: SwarmView, width: int, height: int, footer: str = "") -> Rende
     left -= len(stages) + 1 + (len(stages) < len(view.stages))
     changes = [] if left < 8 else _collapsed(view.changes)[-max(2, left // 5) :]
     left -= len(changes) + bool(changes)
-    peers = fitting_peers(view.peers, max(0, left - 2))
+    peers = fitting_peers(view.peers, left - 2) if left >= 2 else []
     left -= len(peers) + 1 + (len(peers) < len(view.peers)) if peers else 0
     parts: list[RenderableType] = [*top, _stage_table(stages, view, width)]
     if len(stages) < len(view.stages):
@@ -327,4 +327,8 @@ def chart(points: Sequence[Point], width: int, height: int) -> list[Text]:
         bits[row // 4][column // 2] |= DOTS[column % 2][row % 4]
     scales = [f"{high:6.2f} ┤", *["       │"] * (height - 2), f"{low:6.2f} ┤"]
     curve = ("".join(chr(0x2800 + cell) if cell else " " for cell in row) for row in bits)
-    return [Text.assemble((scale, "dim"), (cells, "cyan")) for scale, cells in zip(scales, curve, strict=True)]
+    # A stranger may claim a loss of thirty digits: the scale is longer then, and the line no higher.
+    return [
+        Text.assemble((scale, "dim"), (cells, "cyan"), no_wrap=True, overflow="crop")
+        for scale, cells in zip(scales, curve, strict=True)
+    ]

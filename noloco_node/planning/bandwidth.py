@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from gossip.settings import Format, OuterConfig, absolute, wire_bytes
 from noloco_node.limits.budget import OwnerLimits
 from noloco_node.run.config import PipelineConfig, RunConfig
-from noloco_node.run.runfile import load_run
 from noloco_node.units import format_bytes, format_duration, format_rate, format_roughly
 from pipeline.messages import ACTIVATION_CODECS
 
@@ -158,10 +156,9 @@ def _hours(moved: MicrobatchBytes, each_s: float, allowance: OwnerLimits) -> str
     return f"; {format_bytes(cap)} last {format_duration(cap / (moved.up + moved.down) * each_s)} at that rate"
 
 
-def report(path: Path, allowance: OwnerLimits) -> list[str]:
-    """Return what a budget makes of the run file at `path`; `UserError` where that is wrong."""
+def report(run: RunConfig, allowance: OwnerLimits) -> list[str]:
+    """Return what a budget makes of a run; `UserError` where its model is wrong."""
     from noloco_node.planning.model_layout import model_layout
 
-    run = load_run(path)
     plan = model_layout(run)
     return bandwidth_table(run, [microbatch_bytes(run, plan, stage) for stage in run.pipeline.all_stages], allowance)

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from noloco_node.errors import UserError, config_error
+from noloco_node.errors import UserError, config_error, one_line
 from noloco_node.machine.interface import StageModel
 from noloco_node.storage.weight_store import FilePieceKey, WeightStore
 from pipeline.decoder_slice import find_decoder_parts
@@ -214,7 +214,7 @@ def opened(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
 def unfit(where: str, error: Exception) -> UserError:
     return config_error(
         f"The weights in {where} cannot be loaded.",
-        " ".join(str(error).split())[:500],
+        one_line(error),
         "a Hugging Face directory with safetensors files of the model's own family and sizes",
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import isclose, log, prod, sqrt
-from pathlib import Path
 from typing import NamedTuple
 
 from msgspec import structs
@@ -17,7 +16,6 @@ from noloco_node.planning.plan import LEAST_ROUNDS, mean_steps_per_round, rounds
 from noloco_node.planning.plan_text import fitted, in_phases
 from noloco_node.planning.search import CLEARLY, Planned, in_fewer_stages, in_subspaces, plan_for, plan_in
 from noloco_node.run.config import RunConfig
-from noloco_node.run.runfile import load_run
 from noloco_node.units import format_bytes, format_count, format_duration, format_rate, format_roughly
 from pipeline.admission_window import MOST_IN_FLIGHT
 
@@ -92,6 +90,9 @@ def describe_expectation(planned: Planned, machines: throughput.Machines) -> lis
         f"{found.computed_again:.0%} of the forward passes are computed again"
         + (f", and steps fetch {format_bytes(moments)} of AdamW's moments from beside it." if moments else "."),
     ]
+    spare = machines.count - throughput.taking_part(run, machines)
+    if spare > 0:
+        said.append(f"This plan leaves out {spare} of {machines.count} machines, which may join as more replicas.")
     if len(set(found.replicas)) > 1:
         said.append(
             "Stages that ask for more have more replicas. Peers choose so by themselves where their owners name their "
@@ -113,7 +114,7 @@ def describe_expectation(planned: Planned, machines: throughput.Machines) -> lis
 
 
 def describe_changes(planned: Planned, before: RunConfig, machines: throughput.Machines) -> list[str]:
-    """Say what a plan changed that a person asked for, and why; nothing where it kept the batch and all have work."""
+    """Say what a plan changed that a person asked for, and why; nothing where it kept the batch."""
     run, said = planned.run, list[str]()
     asked, batch = before.tokens(before.batch), run.tokens(run.batch)
     if not isclose(batch, asked, rel_tol=0.01):
@@ -124,9 +125,6 @@ def describe_changes(planned: Planned, before: RunConfig, machines: throughput.M
             f"{run.inner.steps:,}. The learning rate stays; by a rule of thumb for Adam one "
             f"{format_roughly(sqrt(batch / asked))} times as high suits that batch."
         )
-    spare = machines.count - throughput.taking_part(run, machines)
-    if spare:
-        said.append(f"This plan leaves out {spare} of {machines.count} machines, which may join as more replicas.")
     return fitted(said)
 
 
@@ -141,8 +139,8 @@ def _rounds(planned: Planned, machines: throughput.Machines) -> Iterator[str]:
     )
     if found.steps_per_round * LEAST_ROUNDS > run.inner.steps:
         yield (
-            f"Warning: the lines carry {run.inner.steps // found.steps_per_round} rounds in the "
-            f"{run.inner.steps:,} inner steps of this run, fewer than the {LEAST_ROUNDS} that mix the replicas. "
+            f"Warning: the lines carry {run.inner.steps // found.steps_per_round} of the {LEAST_ROUNDS} rounds that "
+            f"mix the replicas in the {run.inner.steps:,} inner steps of this run. "
             "Fewer machines, faster lines or more tokens help."
         )
     tokens = run.tokens(run.budget_samples)
@@ -237,13 +235,12 @@ def _replicas(counts: Sequence[int]) -> str:
     return f"{', '.join(map(str, counts[:-1]))} and {counts[-1]} replicas"
 
 
-def report_machines(path: Path, machines: throughput.Machines | None) -> list[str]:
-    """Say what the run file at `path` does on machines, and what a plan would change where it leaves them idle."""
+def report_machines(run: RunConfig, machines: throughput.Machines | None) -> list[str]:
+    """Say what a run does on machines, and what a plan would change where it leaves them idle."""
     if machines is None:
         return fitted(
             ["Tokens a second: name the machines, with --peers, --gpu, --ram, --line, --tflops, --latency-ms."]
         )
-    run = load_run(path)
     layout = model_layout(run)
     needs, peers = throughput.gpu_memories(run, layout, machines), run.pipeline.peers
     here = Planned(run, layout, needs, throughput.forecast(run, layout, machines, needs))

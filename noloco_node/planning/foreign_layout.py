@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from noloco_node.errors import UserError, config_error
+from noloco_node.errors import UserError, config_error, one_line
 from noloco_node.machine.interface import StageModel
 from noloco_node.run.config import RunConfig
 from noloco_node.storage.weight_store import FilePieceKey, WeightStore
@@ -85,6 +85,6 @@ class ForeignWeights:
     def _unfit(self, error: Exception) -> UserError:
         return config_error(
             f"The weights in {self.store.directory} cannot be loaded.",
-            " ".join(str(error).split())[:500],
+            one_line(error),
             "the file that noloco_node.init wrote beside the run file",
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from noloco_node.errors import Exit, UserError, config_error, is_full_disk, reason_of, storage_error
+from noloco_node.errors import Exit, UserError, config_error, is_full_disk, one_line, reason_of, storage_error
 from noloco_node.planning.windows import BACKWARD, FROZEN_BACKWARD
 from noloco_node.run.config import ModelConfig, RunConfig
 from noloco_node.units import format_bytes
@@ -287,7 +287,7 @@ def hub_directory(model: ModelConfig) -> Path | None:
         ) from found
     raise UserError(
         f"The model {model.hub} cannot be fetched from the hub.",
-        why=" ".join(str(found).split())[:300] or type(found).__name__,
+        why=one_line(found),
         hint="check the network and the rights to this model; what has come is kept",
         code=Exit.UNREACHABLE,
     ) from found
@@ -355,5 +355,4 @@ def _config(model: ModelConfig) -> Any:
     try:
         return AutoConfig.from_pretrained(model.hub, revision=model.commit, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        said = " ".join(str(error).split())
-        raise ValueError(f"{model.hub} holds no model config that transformers knows: {said}") from error
+        raise ValueError(f"{model.hub} holds no model config that transformers knows: {one_line(error)}") from error

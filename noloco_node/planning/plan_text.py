@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from textwrap import wrap
 
 import msgspec
 
 from noloco_node.planning.plan import Memory, RunPlan, plan
 from noloco_node.planning.windows import in_words
-from noloco_node.run.runfile import load_run
+from noloco_node.run.config import RunConfig
 from noloco_node.units import format_bytes, format_count
 
 WIDTH = 80
@@ -95,9 +94,9 @@ def in_phases(memory: Memory) -> str:
     return ", ".join(f"{phase} {format_bytes(size)}" for phase, size in memory.phases.items())
 
 
-def report(path: Path, *, as_json: bool = False) -> str:
-    """Return what the run file at `path` means, as text or as one JSON object; raise `UserError` where it is wrong."""
-    found = plan(load_run(path))
+def report(run: RunConfig, *, as_json: bool = False) -> str:
+    """Return what a run file means, as text or as one JSON object; raise `UserError` where it is wrong."""
+    found = plan(run)
     return msgspec.json.encode(found).decode() if as_json else "\n".join(fitted(describe(found)))
 
 

@@ -128,7 +128,9 @@ def toml_table(text: str, origin: str) -> dict[str, Any]:
     try:
         if _TOO_DEEP.search(text):
             raise ValueError("a key has more than 16 parts")
-        return tomllib.loads(text)
+        table = tomllib.loads(text)
+        repr(table)  # raises ValueError for a number in hexadecimal digits that is too long to be written down
+        return table
     except (ValueError, RecursionError) as error:  # tomllib raises the second for brackets nested without end
         raise config_error(
             f"{origin} is not valid TOML.", str(error), "correct that line; see https://toml.io"

@@ -16,7 +16,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from noloco_node.errors import reason_of
+from noloco_node.errors import one_line, reason_of
 from noloco_node.storage import atomic_file
 from noloco_node.storage.checkpoint import Checkpoint, Counters, files, following, load_latest, load_whole, of_run, save
 from noloco_node.tasks import loop_s
@@ -198,7 +198,7 @@ class CheckpointWriter:
                 where = await self._save(checkpoint)
             except (OSError, MemoryError, RuntimeError) as error:
                 # A lost device may fail here first. Its next job reports it, and the node saves what main memory holds.
-                cause = " ".join(reason_of(error).split())[:300] or type(error).__name__
+                cause = one_line(reason_of(error) or type(error).__name__)
             checkpoint.read()  # where this is cancelled, a thread may still read
             self._last = LastCheckpoint(
                 (checkpoint.counters.stage, checkpoint.counters.round), loop_s(), loop_s() - began_s

@@ -127,7 +127,7 @@ class HomePaths(RunPaths):
         return paths
 
 
-class Home(HomePaths):
+class Home(HomePaths, AbstractContextManager["Home"]):
     """A directory that is ours alone until `close`. Made by `Home.open`."""
 
     def __init__(self, path: Path, lock: int) -> None:
@@ -159,9 +159,6 @@ class Home(HomePaths):
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -15,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import NoReturn
@@ -33,8 +34,12 @@ from noloco_node.swarm.roster import some_addresses
 
 SCHEME = f"noloco{WIRE_VERSION}:"
 _MOST_ADDRESSES = 64
+LASTING = 4
+"""Peers at the head of an invite that keep their places, whoever is met: bootstrap peers, which no roster lists."""
 BESIDE = 4
-"""Addresses of ordinary peers in an invite, by which it outlives its bootstrap peers."""
+"""Living peers that are added, by which an invite outlives its bootstrap peers."""
+MOST_PEERS, MOST_PLACES = 12, 8
+"""Peers in an invite beside the one that gives it, and addresses of one peer."""
 EVERY_S = 60.0
 """The least seconds between two writes."""
 
@@ -131,13 +136,21 @@ def kept_addresses(invite: Invite, home: Path) -> list[PeerAddress]:
 
 
 def widened(invite: Invite, addresses: Iterable[str], first: Sequence[str] = ()) -> str:
-    """Return an invite with `first` before its addresses, and behind them the first few `addresses` that are new.
+    """Return an invite with `first` before its addresses, and the peers of the first few `addresses` among its own.
 
-    Strangers wrote `addresses`: malformed ones are left out.
+    Its first peers stay; the others follow, those met last first, until they are too many. Strangers wrote `addresses`:
+    malformed ones are left out.
     """
-    known = list(dict.fromkeys([*first, *map(str, invite.addresses)]))[: _MOST_ADDRESSES - BESIDE]
-    new = (each for each in dict.fromkeys(addresses) if each not in known and _is_address(each))
-    return format(invite.digest, [*known, *islice(new, BESIDE)], invite.credential)
+    known: dict[str, list[PeerAddress]] = {}
+    for each in invite.addresses:
+        known.setdefault(each.peer, []).append(each)
+    met = {each.peer: each for each in islice(_legible(addresses), BESIDE)}
+    lasting, earlier = list(known)[:LASTING], list(known)[LASTING:]
+    peers = list(dict.fromkeys((*lasting, *met, *earlier)))[:MOST_PEERS]
+    for peer in met:  # by default each start takes another port
+        known[peer] = [met[peer], *known.get(peer, ())[:1]]
+    listed = dict.fromkeys((*first, *(str(each) for peer in peers for each in known[peer][:MOST_PLACES])))
+    return format(invite.digest, list(listed)[:_MOST_ADDRESSES], invite.credential)
 
 
 def without_secret(text: str) -> str:
@@ -147,12 +160,11 @@ def without_secret(text: str) -> str:
     return text if credential is None or not credential.chain else str(msgspec.structs.replace(parsed, credential=None))
 
 
-def _is_address(text: str) -> bool:
-    try:
-        parse_peer_address(text)
-    except ValueError:
-        return False
-    return not set(text) & {",", "#"}
+def _legible(addresses: Iterable[str]) -> Iterator[PeerAddress]:
+    for text in addresses:
+        with suppress(ValueError):
+            if not set(text) & {",", "#"}:
+                yield parse_peer_address(text)
 
 
 def _malformed(why: str) -> UserError:
@@ -166,22 +178,23 @@ def _malformed(why: str) -> UserError:
 class KeptInvite:
     """Keeps an invite in a home: `own` addresses, those of the invite that we used, and some of living peers.
 
-    Peers met before stay in it until we know living ones, so that a peer that is alone can return by them.
+    Peers met before stay in it behind the living ones, so that a peer that is alone can return by them.
     """
 
     def __init__(self, home: HomePaths, came_by: Invite, own: Sequence[str], say: Callable[[str], None]) -> None:
         self._file, self._own = atomic_file.KeptFile(home.invite, "an invite", say), own
-        if own:  # the invite that we used may be our own, with the addresses of earlier starts
-            came_by = msgspec.structs.replace(came_by, addresses=tuple(not_ours(came_by.addresses, home)))
-        self._came_by = came_by
-        self._others = [str(each) for each in met_before(came_by, home)][:BESIDE]
+        self._me = peer_of_file(home.identity)
+        # The invite that we used may be our own, with the addresses of earlier starts.
+        used = not_ours(came_by.addresses, home) if own else came_by.addresses
+        self._known = msgspec.structs.replace(came_by, addresses=(*used, *met_before(came_by, home)))
+        self._others: list[str] = []
         self._written = ""
 
     def keep(self, others: Sequence[str] = ()) -> str:
         """Write the invite if it has changed, and return it; say once if the disk refuses."""
-        new = (each for each in others if each not in self._own and _is_address(each))
-        self._others = list(islice(new, BESIDE)) or self._others
-        text = widened(self._came_by, self._others, self._own)
+        living = (str(each) for each in _legible(others) if each.peer != self._me)
+        self._others = list(islice(living, BESIDE)) or self._others
+        text = widened(self._known, self._others, self._own)
         if text != self._written and self._file.write(f"{text}\n".encode()):
             self._written = text
         return text

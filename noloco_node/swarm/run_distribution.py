@@ -30,6 +30,7 @@ from noloco_node.storage import atomic_file
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.shards import FOLLOWED
+from noloco_node.terminal import say
 from noloco_node.units import Fraction, UnixSeconds
 
 TOPIC = "run"
@@ -90,36 +91,47 @@ class RunFileText:
             await conversation.send(RunFileReply(text=self.text, unix_time=CLOCK.unix_s()))
 
 
+class _PerhapsStartingError(UserError):
+    """No peer serves the run, and one that could not be reached may in a moment."""
+
+
 async def fetch(network: PeerNetwork, peers: Sequence[str], digest: str, allowed: Sequence[str] = ()) -> RunFileText:
     """Return the run file with this digest from the first of `peers` that has it; raise `UserError` if none does.
 
     `allowed`: the directories of this machine that it may name.
     """
-    for attempt in range(1, ATTEMPTS + 1):
-        answers, perhaps_starting = list[str](), False
-        for peer in peers:
-            try:
-                reply = await ask(network, peer, TOPIC, SCHEMA, RunRequest(), RunFileReply, PATIENCE_S)
-            except ConnectionError as error:
-                answers.append(str(error) if peer in str(error) else f"{peer}: {error}")
-                perhaps_starting = True
-                continue
-            try:
-                recipe = RunFileText(reply.text, f"the run file from {peer}", allowed)
-            except UserError as trouble:  # that peer's text, or a directory that is not here: the next may do better
-                answers.append(f"{peer}: {trouble.what} {trouble.why}")
-                continue
-            if recipe.digest == digest:
-                return recipe
-            answers.append(f"{peer}: serves a run with the digest {recipe.digest[:12]}")
-        refusals = [found for each in answers if (found := each.partition(not_for(network.peer_id))[2])]
-        if refusals:
-            raise not_admitted(told(refusals))
-        if not perhaps_starting:
-            break
-        if attempt < ATTEMPTS:
+    for left in reversed(range(1, ATTEMPTS)):
+        try:
+            return await _from_first(network, peers, digest, allowed)
+        except _PerhapsStartingError as trouble:
+            again = f"asking again in {ATTEMPT_EVERY_S:.0f} s, {left} more time{'s' * (left > 1)}"
+            say(f"waiting for a peer that serves the run file ({trouble.why}); {again}")
             await asyncio.sleep(ATTEMPT_EVERY_S)
-    raise UserError(
+    return await _from_first(network, peers, digest, allowed)
+
+
+async def _from_first(network: PeerNetwork, peers: Sequence[str], digest: str, allowed: Sequence[str]) -> RunFileText:
+    answers, kind = list[str](), UserError
+    for peer in peers:
+        try:
+            reply = await ask(network, peer, TOPIC, SCHEMA, RunRequest(), RunFileReply, PATIENCE_S)
+        except ConnectionError as error:
+            answers.append(str(error) if peer in str(error) else f"{peer}: {error}")
+            kind = _PerhapsStartingError
+            continue
+        try:
+            recipe = await asyncio.to_thread(RunFileText, reply.text, f"the run file from {peer}", allowed)
+        except UserError as trouble:  # that peer's text, or a directory that is not here: the next may do better
+            answers.append(f"{peer}: {trouble.what} {trouble.why}")
+            continue
+        if recipe.digest != digest:
+            answers.append(f"{peer}: serves a run with the digest {recipe.digest[:12]}")
+            continue
+        return recipe
+    refusals = [found for each in answers if (found := each.partition(not_for(network.peer_id))[2])]
+    if refusals:
+        raise not_admitted(told(refusals))
+    raise kind(
         f"No peer of the invite serves the run {digest[:12]}.",
         why="; ".join(answers),
         hint="ask whoever sent the invite for a fresh one; if the model or the tokenizer is a local directory, it must "

@@ -132,7 +132,8 @@ function drawCurve(id, values, shown, fromZero) {
   picture.replaceChildren();
   set(picture, { "aria-label": `${points.length} values, now ${shown}` });
   if (points.length < 2) return;
-  const [begin, end] = [points[0][0], points[points.length - 1][0]];
+  const times = points.map((point) => point[0]);
+  const [begin, end] = [Math.min(...times), Math.max(...times)]; // the clock may have been set back
   const heights = points.map((point) => point[1]);
   let low = fromZero ? 0 : Math.min(...heights);
   let high = Math.max(...heights);

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from memory_swarms import recipe
+from threadless import without_threads
 
 from noloco_node.cli import bootstrap
 from noloco_node.errors import UserError
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm import speed_test
 from noloco_node.swarm.run_distribution import RunHistory, fetch
+
+
+@pytest.fixture(autouse=True)
+def threadless() -> Iterator[None]:
+    with without_threads():
+        yield
 
 
 async def test_a_stranger_that_violates_the_protocol_is_served_no_longer_and_newcomers_are(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from noloco_node.errors import Exit
 from noloco_node.journal import events
 from noloco_node.journal.writer import Journal
 from noloco_node.run.presets import run_text
+from noloco_node.storage.home import Home
 from noloco_node.swarm.invite import SCHEME
 
 INVITE = SCHEME + "a" * 64 + "@/ip4/127.0.0.1/tcp/9/p2p/12D3KooWQYhTNQdmr3ArTeUHRYzFg94BKyTkoWBDWez9kSCVe2Xo"
@@ -32,6 +33,7 @@ REFUSED: list[tuple[list[str], Exit]] = [
     (["status", "--home", "empty"], Exit.CONFIG),
     (["status", "nothing.txt"], Exit.CONFIG),
     (["join", INVITE, "--home", ""], Exit.USAGE),
+    (["join", INVITE, "--home", "held"], Exit.HOME_IN_USE),
     (["bootstrap", "--home", ""], Exit.USAGE),
     (["watch", "nonsense"], Exit.CONFIG),
     (["watch", "--journal", "nowhere"], Exit.CONFIG),
@@ -60,6 +62,7 @@ REFUSED: list[tuple[list[str], Exit]] = [
     (["init", "new.toml", "--target", "q_proj"], Exit.USAGE),
     (["init", "new.toml", "--base", "int8"], Exit.USAGE),
     (["init", LONG], Exit.STORAGE),
+    (["init", "nothing.txt/run.toml"], Exit.STORAGE),
     (["check", LONG], Exit.CONFIG),
     (["evaluate", LONG], Exit.CONFIG),
     (["generate", LONG, "--prompt", "a"], Exit.CONFIG),
@@ -150,9 +153,10 @@ def test_wrong_input_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     given = json.dumps([words for words, _ in REFUSED])
     path = [str(Path(__file__).parents[2])]
     started = f"import sys; sys.path[:0] = {path}\n{RUN_ALL}"
-    done = subprocess.run(
-        [sys.executable, "-c", started], input=given, capture_output=True, text=True, check=False, cwd=tmp_path
-    )
+    with Home.open(tmp_path / "held"):
+        done = subprocess.run(
+            [sys.executable, "-c", started], input=given, capture_output=True, text=True, check=False, cwd=tmp_path
+        )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [code for _, code in REFUSED]
     assert done.stderr.count("noloco-node: ") == done.stderr.count("\n  why: ") == done.stderr.count("\n  try: ")
@@ -255,6 +259,11 @@ def test_a_reader_that_closes_the_pipe_before_the_invite_is_no_error(tmp_path: P
     os.close(writing)
     assert done.returncode == Exit.OK, done.stderr
     assert b"Traceback" not in done.stderr
+
+
+def test_the_directory_of_a_new_run_file_is_made(tmp_path: Path) -> None:
+    printed("init", tmp_path / "of" / "friends" / "run.toml", "--preset", "tiny")
+    assert (tmp_path / "of" / "friends" / "run.toml").read_text() == run_text("tiny")
 
 
 @given(dangling=st.booleans(), preset=st.sampled_from(["tiny", "125m"]))

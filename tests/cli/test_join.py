@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
+from noloco_node.cli import join
 from noloco_node.cli.join import Recorder, without_effect
 from noloco_node.cli.options import JoinOptions
+from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events, reader
 from noloco_node.journal.writer import Journal
 from noloco_node.machine.device import EnergyMeter
+from noloco_node.machine.signals import Departure
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.run.config import DataConfig, ModelConfig, PipelineConfig, RunConfig
+from noloco_node.swarm.invite import SCHEME, parse
 from noloco_node.web.served_views import ServedViews
+
+ID = "12D3KooWQYhTNQdmr3ArTeUHRYzFg94BKyTkoWBDWez9kSCVe2Xo"
 
 
 def test_the_journal_says_which_process_and_which_device(tmp_path: Path) -> None:
@@ -30,6 +39,25 @@ def test_the_journal_says_which_process_and_which_device(tmp_path: Path) -> None
     started, changed = reader.read(path)
     assert (started.pid, started.device) == (os.getpid(), "cuda:1")
     assert isinstance(changed, events.StateChanged)
+
+
+@pytest.mark.real_time
+async def test_a_run_that_nobody_serves_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @asynccontextmanager
+    async def closed(*_: object) -> AsyncIterator[None]:
+        raise UserError("", why="", hint="", code=Exit.UNREACHABLE)
+        yield
+
+    @asynccontextmanager
+    async def departs() -> AsyncIterator[Departure]:
+        yield Departure(asyncio.Event())
+
+    monkeypatch.setattr(join, "connected", closed)
+    invite = parse(f"{SCHEME}{64 * 'a'}@/ip4/127.0.0.1/tcp/9/p2p/{ID}")
+    with pytest.raises(UserError):
+        await join.take_part(invite, JoinOptions(home=tmp_path, device="cpu"), departs)
+    assert (tmp_path / "journal.jsonl").exists()
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_device_that_tells_of_its_energy_is_journalled_with_the_traffic(tmp_path: Path) -> None:

@@ -462,6 +462,24 @@ def test_the_name_of_a_file_that_is_no_text_becomes_a_sentence(tmp_path: Path) -
     assert said.encode()
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
+def test_rows_in_a_file_whose_name_is_no_text_are_read(tmp_path: Path, ending: str) -> None:
+    """pyarrow takes no such name."""
+    rows = 8 * b'{"text": "some text"}\n'
+    table = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table({"text": 8 * ["some text"]}), table)
+    content = {
+        "jsonl": rows,
+        "gz": gzip.compress(rows),
+        "zst": pyarrow.compress(rows, "zstd", asbytes=True),
+        "parquet": table.getvalue().to_pybytes(),
+    }[ending.split(".")[-1]]
+    (tmp_path / os.fsdecode(b"\xff." + ending.encode())).write_bytes(content)
+    source: Any = "parquet" if ending == "parquet" else "json"
+    blocks = open_blocks(DataConfig(source=source, path=str(tmp_path), validation_percent=0.0), 8, 0, "p")
+    assert len(blocks.next_batch(4)) == 4
+
+
 def test_what_save_to_disk_wrote_is_refused(tmp_path: Path) -> None:
     split = datasets.Dataset.from_dict({"text": [text_of(1)]})
     split.save_to_disk(tmp_path / "split")

@@ -187,9 +187,10 @@ def test_of_a_text_and_a_special_token_that_end_an_answer_the_text_is_not_shown(
     tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save_pretrained(tmp_path)
     assert RowEncoder(data).closing() == ({tokenizer.eos_token_id}, "the end")
-    prompts = Prompts(data, ["what is two and two"])
+    question = "what is two and two"
+    prompts = Prompts(data, [question])
     answer = tokenizer("the answer is four the end<|end|>", add_special_tokens=False)["input_ids"]
-    assert "".join(prompts.spelled(answer)).strip() == "the answer is four"
+    assert "".join(prompts.spelled(question, answer)).strip() == "the answer is four"
     over = [count for count in range(len(answer) + 1) if prompts.is_over(answer[:count])]
     assert over
     assert tokenizer.decode(answer[: over[0]]).endswith("the end")

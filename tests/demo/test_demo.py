@@ -50,14 +50,7 @@ SCORES = ModelScores(
 
 def outer(number: int, partner: str | None, gap: float | None) -> OuterStepTaken:
     return OuterStepTaken(
-        at=1.0,
-        round=number,
-        partner=partner,
-        gap=gap,
-        staleness=2,
-        bytes_sent=100,
-        bytes_received=90,
-        seconds=0.1,
+        at=1.0, round=number, partner=partner, gap=gap, staleness=2, bytes_sent=100, bytes_received=90, seconds=0.1
     )
 
 

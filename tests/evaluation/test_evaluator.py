@@ -170,9 +170,7 @@ async def test_a_replica_that_comes_late_evaluates_nothing_that_was_due_before()
         MemoryError(),
     ],
 )
-async def test_without_text_an_evaluation_is_left_out_and_the_next_reads_anew(
-    trouble: Exception,
-) -> None:
+async def test_without_text_an_evaluation_is_left_out_and_the_next_reads_anew(trouble: Exception) -> None:
     held = Held(trouble)
     trial = Trial(held)
     (told,) = await trial.pauses(4, 4)

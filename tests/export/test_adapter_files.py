@@ -217,7 +217,7 @@ def test_peft_is_told_of_the_layers_that_have_an_adapter_alone(
 ) -> None:
     write_model(tmp_path, "gpt2", FAMILIES["gpt2"])
     run = RunFileText(continuing_text(tmp_path, "tiny", AdapterConfig(rank=2, targets=targets)), "the test's").run
-    assert peft_adapter(run, model_layout(run), None, []).settings["target_modules"] == named
+    assert peft_adapter(run, model_layout(run), None, [])[0]["target_modules"] == named
 
 
 def test_a_base_that_is_not_the_runs_is_refused(taken: Taken, tmp_path: Path) -> None:

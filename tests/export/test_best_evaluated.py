@@ -88,10 +88,18 @@ def test_a_damaged_file_is_passed_over(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    assert best_evaluated(homes, RUN.digest, PLAN.shapes[0])[1] == 2.0
+    found, loss = best_evaluated(homes, RUN.digest, PLAN.shapes[0])
+    assert (loss, found.left_out) == (2.0, ())  # of a loss that nobody can use nothing is told
     with pytest.raises(UserError, match="no weights of an evaluation") as refused:
         best_evaluated(homes[:1], RUN.digest, PLAN.shapes[0])
     assert refused.value.code is Exit.UNREACHABLE
+
+
+def test_the_directory_of_a_run_stands_for_its_home(tmp_path: Path) -> None:
+    keep(tmp_path / "home", 2.0)
+    place = HomePaths(tmp_path / "home").run(RUN.digest)
+    place.keep_run_file(RUN.text)
+    assert "was 2.0000" in asyncio.run(export(tmp_path / "out", None, [place.path], best=True))
 
 
 def test_a_living_swarm_is_not_asked_for_its_best(tmp_path: Path) -> None:

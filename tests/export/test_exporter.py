@@ -30,12 +30,7 @@ from gossip.transfer.download import DonorBusy
 from noloco_node.errors import Exit, UserError
 from noloco_node.export import exporter, replica_fetch
 from noloco_node.export.exporter import SwarmExport, export, parts_of
-from noloco_node.export.replica_files import (
-    MergedReplicas,
-    PartsDirectory,
-    ReplicaFile,
-    parts_beside,
-)
+from noloco_node.export.replica_files import MergedReplicas, PartsDirectory, ReplicaFile, parts_beside
 from noloco_node.export.sources import noted, read_provenance, told_of
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.planning.model_layout import model_layout
@@ -347,10 +342,7 @@ async def test_replicas_that_had_come_of_an_unfinished_stage_are_not_fetched_aga
 ) -> None:
     await two_stages(swarm)
     await swarm.interrupted(at=2)
-    assert {path.name for path in swarm.parts.iterdir()} == {
-        swarm.replica_part("a").name,
-        swarm.replica_part("b").name,
-    }
+    assert {path.name for path in swarm.parts.iterdir()} == {swarm.replica_part("a").name, swarm.replica_part("b").name}
     resumed = await swarm.exported()
     assert swarm.asked == [("c", STATE), ("d", STATE)]
     assert [peers_of(each) for each in resumed] == [["a", "b", "c"], ["d"]]

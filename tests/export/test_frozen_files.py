@@ -103,7 +103,7 @@ def test_a_directory_that_is_there_stays_unless_forced(tmp_path: Path) -> None:
     before = load_run(init(tmp_path, "nf4", "--force")).model
     path = init(tmp_path, "nf4", "--force")
     assert before == load_run(path).model, "all machines make the same codes"
-    said = " ".join(report(path).split())
+    said = " ".join(report(load_run(path)).split())
     assert f"fetches the model that the run starts from, {format_bytes(before.fetched[0].size_bytes)}, once." in said
 
 

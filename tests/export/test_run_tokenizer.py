@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import re
@@ -49,7 +48,8 @@ def recipe_of(checkpoint: Path) -> RunFileText:
     return RunFileText(continuing_text(checkpoint, "tiny"), "the test's run file")
 
 
-def test_it_comes_from_a_peer_and_reads_as_it_did_there(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.real_time
+async def test_it_comes_from_a_peer_and_reads_as_it_did_there(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / "tokenization_own.py").write_text("raise SystemExit('code of a stranger')")
     recipe = recipe_of(checkpoint)
     files = recipe.run.data.tokenizer_files
@@ -57,23 +57,19 @@ def test_it_comes_from_a_peer_and_reads_as_it_did_there(checkpoint: Path, tmp_pa
     assert {each.file for each in files} == {*settings, "tokenizer.json"}
     assert plan(recipe.run).run_id, "what is not here yet keeps nobody from asking what a run means"
     there, back = DataConfig(tokenizer=str(checkpoint)), tmp_path / "another machine"
-
-    async def main() -> None:
-        hub = SimNetwork()
-        server = WeightServer(WeightStore.whole(checkpoint, files), at_once)
-        await hub.network(OWNER).serve(TOKENIZER_TOPIC, SCHEMA, server.serve)
-        visitor, owners = hub.network("visitor"), f"{SCHEME}{recipe.digest}@/ip4/192.0.2.1/tcp/4001/p2p/{OWNER}"
-        stranger = owners.replace(OWNER, NOBODY)
-        with pytest.raises(UserError, match="Nobody who was reached") as caught:
-            await fetched_tokenizer(visitor, recipe, nobody_seen, stranger, back)
-        assert caught.value.code is Exit.UNREACHABLE
-        data = await fetched_tokenizer(visitor, recipe, nobody_seen, owners, back)
-        here, theirs = open_encoder(data), open_encoder(there)
-        assert here.encode(SENTENCE).tolist() == theirs.encode(SENTENCE).tolist()
-        assert here.end == theirs.end == 0
-        assert str(back) not in here.name, "a home that moves to another disk goes on in its text"
-
-    asyncio.run(main())
+    hub = SimNetwork()
+    server = WeightServer(WeightStore.whole(checkpoint, files), at_once)
+    await hub.network(OWNER).serve(TOKENIZER_TOPIC, SCHEMA, server.serve)
+    visitor, owners = hub.network("visitor"), f"{SCHEME}{recipe.digest}@/ip4/192.0.2.1/tcp/4001/p2p/{OWNER}"
+    stranger = owners.replace(OWNER, NOBODY)
+    with pytest.raises(UserError, match="Nobody who was reached") as caught:
+        await fetched_tokenizer(visitor, recipe, nobody_seen, stranger, back)
+    assert caught.value.code is Exit.UNREACHABLE
+    data = await fetched_tokenizer(visitor, recipe, nobody_seen, owners, back)
+    here, theirs = open_encoder(data), open_encoder(there)
+    assert here.encode(SENTENCE).tolist() == theirs.encode(SENTENCE).tolist()
+    assert here.end == theirs.end == 0
+    assert str(back) not in here.name, "a home that moves to another disk goes on in its text"
 
 
 def test_a_home_keeps_it_for_an_export(checkpoint: Path, tmp_path: Path) -> None:

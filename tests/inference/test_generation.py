@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +11,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from noloco_node.data.token_text import ByteSpelling, Sampling, Spelling, _until, draw
+from noloco_node.data.token_text import ByteSpelling, Prompts, Sampling, Spelling, _until, draw
 from noloco_node.errors import UserError
 from noloco_node.inference.generation import continuation
+from noloco_node.run.config import DataConfig
+
+MESSAGES = {"source": "json", "path": "rows.jsonl", "form": "messages", "chat_template": "chatml"}
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -95,6 +100,18 @@ def test_other_tokenizers_show_what_they_would_show_at_once() -> None:
     assert shown[3:6] == ["", "", " €"]
 
 
+@given(tokens=st.lists(st.integers(0, 9), min_size=1, max_size=30), cut=st.integers(0, 30))
+def test_a_prompt_and_what_goes_on_from_it_are_spelled_like_one_text(tokens: list[int], cut: int) -> None:
+    """By a tokenizer that writes a space before each word but the first."""
+
+    def decode(ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+    spelling = Spelling(decode, tokens[:cut])
+    shown = "".join([*map(spelling.add, tokens[cut:]), spelling.rest()])
+    assert decode(tokens[:cut]) + shown == decode(tokens)
+
+
 @given(before=st.text("ab<|"), after=st.text("ab<|"), mark=st.text("a<|", max_size=4), cuts=st.lists(st.integers(1, 5)))
 def test_a_text_ends_before_its_mark_and_is_shown_as_soon_as_it_may(
     before: str, after: str, mark: str, cuts: list[int]
@@ -107,6 +124,17 @@ def test_a_text_ends_before_its_mark_and_is_shown_as_soon_as_it_may(
     given = "".join(pieces)
     assert "".join(shown) == (given.partition(mark)[0] if mark else given)
     assert all(shown)
+
+
+@pytest.mark.parametrize(("mine", "going_on"), [({}, " be or"), (MESSAGES, "be or")])
+def test_what_follows_a_prompt_is_spelled_behind_it_and_an_answer_by_itself(
+    tmp_path: Path, mine: dict[str, Any], going_on: str
+) -> None:
+    words = Tokenizer(models.WordLevel({"to": 0, "be": 1, "or": 2, "<end>": 3, "?": 4}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained(tmp_path)
+    prompts = Prompts(DataConfig(tokenizer=str(tmp_path), **mine), ["to"])
+    assert "".join(prompts.spelled("to", [1, 2])) == going_on
 
 
 def small() -> Any:

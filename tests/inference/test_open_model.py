@@ -81,13 +81,7 @@ def test_a_weight_that_is_written_whole_beside_its_adapter_has_the_product_too(t
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"num_attention_heads": 0},
-        {"pad_token_id": 9999},
-        {"hidden_size": -1},
-        {"num_hidden_layers": "a"},
-    ],
+    "wrong", [{"num_attention_heads": 0}, {"pad_token_id": 9999}, {"hidden_size": -1}, {"num_hidden_layers": "a"}]
 )
 def test_a_model_with_settings_that_transformers_cannot_read_is_one_clear_message(
     tmp_path: Path, wrong: dict[str, Any]

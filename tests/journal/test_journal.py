@@ -68,13 +68,7 @@ def test_what_a_node_waited_for_in_an_older_journal_is_a_wait_in_words() -> None
 )
 def test_events_come_back_as_they_were_written(loss: float | None, partner: str | None, numbers: int) -> None:
     event = OuterStepTaken(
-        round=numbers,
-        partner=partner,
-        gap=loss,
-        staleness=3,
-        bytes_sent=numbers,
-        bytes_received=1,
-        seconds=0.25,
+        round=numbers, partner=partner, gap=loss, staleness=3, bytes_sent=numbers, bytes_received=1, seconds=0.25
     )
     assert decode(msgspec.json.encode(fields_of(event))) == event
 

@@ -254,10 +254,7 @@ def test_conversations_end_as_they_should(loop: Any) -> None:
 def test_a_daemon_that_is_killed_is_lost_at_once_and_another_takes_its_place() -> None:
     async def main() -> None:
         said: list[str] = []
-        async with (
-            peer(tell=said.append) as (one, one_daemon),
-            peer(*await one.addresses()) as (other, _),
-        ):
+        async with peer(tell=said.append) as (one, one_daemon), peer(*await one.addresses()) as (other, _):
             work = Work()
             before = (one.peer_id, await one.addresses())
             for network in (one, other):

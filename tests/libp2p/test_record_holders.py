@@ -56,7 +56,6 @@ async def refresh(peers: dict[str, DhtRecords], number: int) -> dict[str, dict[s
 @given(st.integers(3, 20), st.sets(st.integers(0, 19), max_size=6), st.sets(st.integers(0, 19), max_size=6))
 async def test_the_living_find_each_other_whoever_is_dead_or_lies(count: int, dead: set[int], liars: set[int]) -> None:
     """Dead nodes and liars stand nearest to the key, and there are no more of them than others."""
-
     dht = MemoryDht()
     peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}
     order = dht.nearest(dht_records.place_of(KEY), count)[: (count + 1) // 2]
@@ -73,7 +72,6 @@ async def test_the_nearest_nodes_hide_nobody_by_showing_each_peer_its_own_record
     count: int, mirrors: int, known: int
 ) -> None:
     """Whether they come first or later; a newcomer sees all at once."""
-
     dht = MemoryDht()
     peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}
     nearest = dht.nearest(dht_records.place_of(KEY), min(mirrors, (count + 1) // 2))

@@ -18,12 +18,7 @@ UNLIMITED = resource.RLIM_INFINITY
 
 @pytest.mark.parametrize(
     ("own", "most", "after"),
-    [
-        (256, UNLIMITED, system.WANTED_FILES),
-        (256, 1024, 1024),
-        (8192, 8192, 8192),
-        (UNLIMITED, UNLIMITED, UNLIMITED),
-    ],
+    [(256, UNLIMITED, system.WANTED_FILES), (256, 1024, 1024), (8192, 8192, 8192), (UNLIMITED, UNLIMITED, UNLIMITED)],
 )
 def test_a_process_may_open_as_many_files_as_a_node_wants(
     own: int, most: int, after: int, monkeypatch: pytest.MonkeyPatch

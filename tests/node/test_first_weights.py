@@ -66,7 +66,6 @@ async def test_newcomers_fetch_their_part_from_the_bootstrap_peer(made: Continue
 @OWN_TOKENIZER
 async def test_nobody_trains_before_the_tokenizer_is_here_and_nodes_hand_it_on(made: Continued) -> None:
     """The bootstrap peer that is asked has neither: who joins with the checkpoint gives both."""
-
     waiting = made.peer("waiting", 0)
     await until(lambda: any(each.waiting == (Wait(WaitCause.TOKENIZER),) for each in waiting.node.roster.stage(0)))
     assert any("nobody reached has it" in line for line in waiting.said)

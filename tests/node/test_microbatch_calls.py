@@ -123,7 +123,6 @@ async def test_one_microbatch_after_another_costs_a_latency_down_and_one_up() ->
 
 async def test_who_speaks_out_of_turn_gets_no_answer() -> None:
     """Answers belong to questions by their order: a second question might be taken for another's."""
-
     b = await callee()
     async with b.called() as conversation:
         await conversation.send(MICROBATCH)

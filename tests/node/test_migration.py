@@ -131,7 +131,6 @@ def at_stage(peer: SimulatedPeer) -> int | None:
 @pytest.mark.parametrize("arrived", [False, True])
 async def test_a_stage_that_dies_out_after_one_moved_away_is_revived_from_what_that_one_has(arrived: bool) -> None:
     """Also where the mover is on its way, and the others are still believed to live."""
-
     cast = Cast()
     cast.start("a0", "c1", "d1", "e1")
     mover = await cast.mover()
@@ -156,7 +155,6 @@ async def test_a_stage_that_dies_out_after_one_moved_away_is_revived_from_what_t
 
 async def test_who_comes_back_to_a_stage_goes_on_from_what_it_left_there() -> None:
     """Nobody else has anything of it: it has moved away, the others died, and it is started again there."""
-
     cast = Cast()
     (watcher, *_) = cast.start("a0", "c1", "d1", "e1")
     mover = await cast.mover()
@@ -255,68 +253,62 @@ def kept_at(stage: int, step: int, peer: str = "me") -> Checkpoint:
     return Checkpoint(taken, {"slow": one, "momentum": one, "fast": one, "optimiser": one + one})
 
 
+@pytest.mark.real_time
 @settings(max_examples=25)
 @given(stages=st.lists(st.integers(0, 2), min_size=1, max_size=12), kept=st.integers(1, 3))
-def test_the_last_checkpoint_of_every_stage_outlives_those_of_others(
+async def test_the_last_checkpoint_of_every_stage_outlives_those_of_others(
     stages: list[int], kept: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Each save is that of a new session, or of a stay, at some stage."""
     home, said = tmp_path_factory.mktemp("home"), list[str]()
     own = CheckpointStore(home / "checkpoint", home / "snapshots", "run", "me", said.append)
     last: dict[int, int] = {}
-
-    async def main() -> None:
-        for step, stage in enumerate(stages, start=1):
-            found = await own.load(stage)
-            assert (None if found is None else found.counters.inner_steps) == last.get(stage)
-            await own.set_aside(stage)
-            save(home / "checkpoint", kept_at(stage, step), kept)
-            last[stage] = step
-            assert await own.served() == stage
-            for each, when in last.items():
-                found = await own.load(each)
-                assert found is not None
-                assert found.counters.inner_steps == when
-                assert found.tensors.keys() == {"slow", "momentum", "fast", "optimiser"}
-        await own.set_aside(9)
-        assert set(await own.stages()) == set(last)
+    for step, stage in enumerate(stages, start=1):
+        found = await own.load(stage)
+        assert (None if found is None else found.counters.inner_steps) == last.get(stage)
+        await own.set_aside(stage)
+        save(home / "checkpoint", kept_at(stage, step), kept)
+        last[stage] = step
+        assert await own.served() == stage
         for each, when in last.items():
-            slow = await own.slow(each)
-            assert slow is not None
-            assert (slow.counters.inner_steps, slow.tensors.keys()) == (when, {"slow"})
-            assert len(files(home / "snapshots" / str(each))) <= max(KEPT, kept)
-
-    asyncio.run(main())
+            found = await own.load(each)
+            assert found is not None
+            assert found.counters.inner_steps == when
+            assert found.tensors.keys() == {"slow", "momentum", "fast", "optimiser"}
+    await own.set_aside(9)
+    assert set(await own.stages()) == set(last)
+    for each, when in last.items():
+        slow = await own.slow(each)
+        assert slow is not None
+        assert (slow.counters.inner_steps, slow.tensors.keys()) == (when, {"slow"})
+        assert len(files(home / "snapshots" / str(each))) <= max(KEPT, kept)
     assert said == []
 
 
-def test_a_damaged_file_costs_no_more_than_itself_and_others_weights_are_not_gone_on_from(tmp_path: Path) -> None:
+@pytest.mark.real_time
+async def test_a_damaged_file_costs_no_more_than_itself_and_others_weights_are_not_gone_on_from(tmp_path: Path) -> None:
     said: list[str] = []
     own = CheckpointStore(tmp_path / "checkpoint", tmp_path / "snapshots", "run", "me", said.append)
-
-    async def main() -> None:
-        assert await own.served() is None
-        assert await own.load(0) is None
-        for step in (1, 2):
-            save(tmp_path / "checkpoint", kept_at(1, step), 3)
-        newest = files(tmp_path / "checkpoint")[-1]
-        newest.write_bytes(newest.read_bytes()[:-1] + b"\x00")
-        await own.set_aside(0)
-        found = await own.load(1)
-        assert found is not None
-        assert found.counters.inner_steps == 1
-        save(tmp_path / "snapshots" / "2", kept_at(2, 5, peer="another"), 2)
-        assert await own.load(2) is None
-        slow = await own.slow(2)
-        assert slow is not None
-        assert slow.counters.peer == "another"
-        (tmp_path / "snapshots" / "3").write_text("in the way")
-        save(tmp_path / "checkpoint", kept_at(3, 9), 3)
-        await own.set_aside(0)
-        kept = await own.load(3)
-        assert kept is not None, "what could not be set aside stays"
-
-    asyncio.run(main())
+    assert await own.served() is None
+    assert await own.load(0) is None
+    for step in (1, 2):
+        save(tmp_path / "checkpoint", kept_at(1, step), 3)
+    newest = files(tmp_path / "checkpoint")[-1]
+    newest.write_bytes(newest.read_bytes()[:-1] + b"\x00")
+    await own.set_aside(0)
+    found = await own.load(1)
+    assert found is not None
+    assert found.counters.inner_steps == 1
+    save(tmp_path / "snapshots" / "2", kept_at(2, 5, peer="another"), 2)
+    assert await own.load(2) is None
+    slow = await own.slow(2)
+    assert slow is not None
+    assert slow.counters.peer == "another"
+    (tmp_path / "snapshots" / "3").write_text("in the way")
+    save(tmp_path / "checkpoint", kept_at(3, 9), 3)
+    await own.set_aside(0)
+    kept = await own.load(3)
+    assert kept is not None, "what could not be set aside stays"
     assert any("is of no use" in line for line in said)
     assert "could not be set aside" in said[-1]
 

@@ -54,7 +54,6 @@ async def test_without_gossip_and_with_one_replica_it_is_single_process_training
     architecture: str, stages: int
 ) -> None:
     """The anchor: the swarm's losses and weights are those of one process that trains the whole model."""
-
     hub = SimNetwork()
     what = recipe(stages=stages, steps=20, window=1, per_round=1000, architecture=architecture)
     peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in range(stages)]
@@ -329,7 +328,6 @@ async def test_a_failure_in_the_midst_of_a_step_leaves_a_checkpoint_that_agrees_
 @pytest.mark.parametrize("wait_s", [0.0, 70.0, 140.0])
 async def test_a_leave_does_not_cut_off_a_step_that_lasts_longer_than_it_waits(wait_s: float) -> None:
     """Each job of this device takes longer than anybody waits for microbatches."""
-
     what = recipe(stages=1, steps=400, window=1)
     peer = Peer(SimNetwork(), what, "peer-a", 0, job_s=2 * LONGEST_DRAIN_S, refresh_s=30.0)
     await until(lambda: len(peer.of(events.InnerStep)) >= 2, 10_000.0)
@@ -370,7 +368,6 @@ async def test_a_replica_saves_every_few_minutes() -> None:
 
 async def test_a_polite_leave_is_heard_in_the_last_round() -> None:
     """The last round may wait for an exchange, and an exchange of large weights for hours."""
-
     hub = SimNetwork(size_bytes=lambda message, topic: 2**30 if isinstance(message, Weights) else 100)
     what = recipe(stages=1, replicas=2, steps=4, per_round=100)
     peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]

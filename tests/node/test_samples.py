@@ -209,7 +209,6 @@ changes = st.lists(
 )
 async def test_whoever_comes_goes_and_returns_every_sample_counts_once(story: list[Change]) -> None:
     """Source "a" is there from the beginning. Where nobody is left, the first to come is who went last."""
-
     told = Run()
     told.begin("a")
     await asyncio.sleep(FORGOTTEN_S)
@@ -226,7 +225,6 @@ async def test_whoever_comes_goes_and_returns_every_sample_counts_once(story: li
 
 async def test_who_comes_back_with_newer_news_of_the_run_than_its_stage_has_keeps_them() -> None:
     """All go, "c" for good and "b" last; "a" is the first to come back, and knows less of the run than "b"."""
-
     told = Run()
     for name in "abc":
         told.begin(name)
@@ -289,7 +287,6 @@ class Slow(Peer):
 
 async def test_what_others_do_while_a_source_opens_its_text_counts_for_it() -> None:
     """Its stamps, its learning rate and its end were late by that for all of its session."""
-
     hub, what = SimNetwork(), recipe(stages=2, replicas=2, steps=400)
     last = [Peer(hub, what, f"peer-last-{number}", 1, job_s=0.02) for number in range(2)]
     first = Peer(hub, what, "peer-first", 0, job_s=0.1)
@@ -306,7 +303,6 @@ async def test_what_others_do_while_a_source_opens_its_text_counts_for_it() -> N
 
 async def test_what_comes_back_while_a_source_leaves_is_in_what_the_swarm_knows_of_it() -> None:
     """Each microbatch takes seconds, and the last ones return after its record was renewed for the last time."""
-
     hub, what = SimNetwork(), recipe(stages=2, steps=400, window=4)
     last = Peer(hub, what, "peer-last", 1, job_s=0.2)
     first = Peer(hub, what, "peer-first", 0, job_s=0.2)

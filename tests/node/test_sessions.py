@@ -22,15 +22,7 @@ from noloco_node.limits.budget import OwnerLimits, TrafficLedger, read_hours
 from noloco_node.machine.signals import Departure
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.node import sessions
-from noloco_node.node.sessions import (
-    FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
-    Sessions,
-    cause,
-    heals,
-    live_in_sessions,
-    pause_s,
-)
+from noloco_node.node.sessions import FIRST_PAUSE_S, LONGEST_PAUSE_S, Sessions, cause, heals, live_in_sessions, pause_s
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm import access

@@ -27,13 +27,7 @@ from noloco_node.node.migration import MigrationWatcher
 from noloco_node.node.node_context import NodeContext, StageRequest
 from noloco_node.node.replica import Replica
 from noloco_node.node.stage_benchmark import TIMES, StageBenchmark, measure
-from noloco_node.node.stage_claim import (
-    CLAIMS,
-    LOOKS,
-    ClaimedStage,
-    claim_stage,
-    claims_of,
-)
+from noloco_node.node.stage_claim import CLAIMS, LOOKS, ClaimedStage, claim_stage, claims_of
 from noloco_node.planning import graph_memory
 from noloco_node.planning.model_layout import make_stage, model_layout
 from noloco_node.planning.plan import device_needs
@@ -88,11 +82,7 @@ class Seeker:
         network = hub.network(name, Access(dials_only=dials_only))
         self.membership = Membership(network, what.digest, 3, refresh_s=5.0)
         host = SmallHost(
-            self._device,
-            MemoryStore(lambda: None),
-            build=self._build,
-            open_text=self._no_text,
-            save=self._never,
+            self._device, MemoryStore(lambda: None), build=self._build, open_text=self._no_text, save=self._never
         )
         host.free, host.needs_bytes, host.graph_bytes = free, [100, 200, 300], [GraphBytes(20, 20)] * 3
         reporter = Reporter(record=self.events.append, say=self.said.append)
@@ -131,7 +121,6 @@ class Seeker:
 
 async def test_a_newcomer_measures_itself_and_takes_the_stage_that_limits_the_swarm() -> None:
     """Stage 1 has the fewest replicas, and yet stage 2 is the weakest: its replicas are slow."""
-
     hub = SimNetwork()
     for name, stage, device_s in (("a", 0, 0.4), ("b", 0, 0.4), ("c", 1, 0.25), ("d", 2, 2.0), ("e", 2, 2.0)):
         await Seeker(hub, name).serve(stage, device_s)
@@ -225,7 +214,6 @@ async def test_a_stage_that_does_not_fit_is_left_out() -> None:
 
 async def test_where_no_stage_fits_the_newcomer_leaves_before_it_builds_or_claims_anything() -> None:
     """What is free or allowed is never overrun; an owner who names a stage may use the reserve, and no more."""
-
     hub = SimNetwork()
     seekers = [Seeker(hub, "tiny", free=124), Seeker(hub, "told", free=199, wish=1)]
     refusals = []

@@ -76,7 +76,6 @@ async def test_three_by_two_trains_gossips_and_ends(blocking: bool) -> None:
 @pytest.mark.parametrize("wait_s", [0.0, 1.5, 3.0])
 async def test_a_leave_does_not_cut_off_a_step_above_a_stage_that_is_gone(wait_s: float) -> None:
     """The younger window waits for a replica that would take it, while the step of the older one is under way."""
-
     hub, what = SimNetwork(), with_windows(recipe(steps=400, per_round=4), 2)
     source, below = Peer(hub, what, "peer-0", 0, job_s=1.0), Peer(hub, what, "peer-1", 1, job_s=0.2)
     await until(lambda: len(source.of(events.InnerStep)) >= 5)

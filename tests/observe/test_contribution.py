@@ -119,10 +119,7 @@ def test_energy_is_added_up_over_lives_and_receipts_are_not() -> None:
 
 def test_me_tells_what_the_journal_of_a_home_says(tmp_path: Path) -> None:
     taken = session(1e9, "0123456789abcdef", 0, 99)
-    taken += [
-        events.Energy(at=1e9 + 100, joules=7200.0),
-        events.Receipts(at=1e9 + 100, claimed={}, signed={}, own=400),
-    ]
+    taken += [events.Energy(at=1e9 + 100, joules=7200.0), events.Receipts(at=1e9 + 100, claimed={}, signed={}, own=400)]
     write_journal(tmp_path, taken)
     said = printed("me", "--home", tmp_path)
     assert "run 0123456789ab, " in said

@@ -24,8 +24,6 @@ from noloco_node.cli.main import app
 from noloco_node.errors import UserError
 from noloco_node.journal import events
 from noloco_node.observe.bottleneck import (
-    PAST,
-    PRESENT,
     Bottleneck,
     Cause,
     StageView,
@@ -38,7 +36,7 @@ from noloco_node.observe.page_frame import page_frame
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.playback import FASTEST, SILENT, SLOWEST, Playback, Recording, meanings, read_journals
 from noloco_node.observe.roster_observer import RosterObserver
-from noloco_node.observe.screen import LiveView, line, lines, picture
+from noloco_node.observe.screen import LEAST_HEIGHT, LEAST_WIDTH, LiveView, line, lines, picture
 from noloco_node.observe.swarm_view import MOST_WORDS, SwarmView, plain
 from noloco_node.run.peer_state import Evaluation, PeerState, Wait, WaitCause
 from noloco_node.run.presets import demo_run_text
@@ -52,6 +50,7 @@ from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import Watcher, World, simulate
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
+from noloco_node.units import LARGEST
 
 RUN = RunFileText(demo_run_text(stages=2, replicas=2, steps=100, seed=0), "a test's run file")
 MICROBATCH_TOKENS = RUN.run.pipeline.microbatch_size * RUN.run.pipeline.sequence_length
@@ -80,9 +79,9 @@ def whole(samples: int = 0) -> Roster:
     return roster([record(0, 0), record(0, 1)], [record(1, 0), record(1, 1)], samples=samples)
 
 
-def drawn(view: SwarmView, width: int, height: int) -> list[str]:
+def drawn(view: SwarmView, width: int, height: int, footer: str = "") -> list[str]:
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(picture(view, width, height))
+    console.print(picture(view, width, height, footer))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -264,7 +263,7 @@ def test_the_bottleneck_of_this_moment(seen: list[Any], speed: float, sentence: 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=9))
 def test_a_run_that_is_over_and_one_under_way_are_judged_alike(work: list[float]) -> None:
     shares = dict(enumerate(work))
-    past, present = devices_bottleneck(shares, PAST), devices_bottleneck(shares, PRESENT)
+    past, present = (devices_bottleneck(shares, is_over=over) for over in (True, False))
     assert (past is None) == (present is None)
     if past is not None and present is not None:
         assert past.sentence.replace("were", "are").replace("the training", "the time") == present.sentence
@@ -491,6 +490,28 @@ def test_a_picture_fits_and_says_first_what_counts(view: SwarmView, size: tuple[
     assert max(map(len, text)) <= size[0]
     assert "tokens/s" in text[1]
     assert view.bottleneck.split()[0] in text[3]
+
+
+@settings(max_examples=60)
+@given(
+    stages=st.integers(1, 6),
+    peers=st.integers(0, 30),
+    losses=st.lists(st.floats(0.0, LARGEST), min_size=2, max_size=4),
+    size=st.tuples(st.integers(LEAST_WIDTH, 140), st.integers(LEAST_HEIGHT, 50)),
+    footer=st.sampled_from(["", "a footer"]),
+)
+def test_a_picture_fits_whatever_peers_claim(
+    stages: int, peers: int, losses: list[float], size: tuple[int, int], footer: str
+) -> None:
+    run = RunFileText(demo_run_text(stages=stages, replicas=2, steps=100, seed=0), "a test's run file").run
+    observer = RosterObserver(run, "")
+    for number, loss in enumerate(losses):
+        each = [[record(0, peer, loss=loss, gap=loss) for peer in range(peers)], *([[]] * (stages - 1))]
+        view = observer.view(roster(*each, samples=10 * number), BEGUN + number)
+    text = drawn(view, *size, footer)
+    assert len(text) <= size[1]
+    assert max(map(len, text)) <= size[0]
+    assert text[-1].startswith(footer)
 
 
 @settings(max_examples=30)

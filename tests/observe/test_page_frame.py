@@ -124,10 +124,7 @@ def test_receipts_never_cover_more_than_sources_claim(claimed: int, signed: int,
 @pytest.mark.parametrize(("state", "over"), [(PeerState.FINISHED, True), (PeerState.TRAINING, False)])
 def test_a_run_is_over_once_all_that_are_there_have_finished(state: PeerState, over: bool) -> None:
     """The last receipts come late: the tokens that they cover fall a little short of the budget."""
-    records = [
-        PeerRecord(peer="A", stage=0, state=PeerState.FINISHED),
-        PeerRecord(peer="B", stage=1, state=state),
-    ]
+    records = [PeerRecord(peer="A", stage=0, state=PeerState.FINISHED), PeerRecord(peer="B", stage=1, state=state)]
     view = RosterObserver(RUN, "run").view(Roster(stages=tuple((record,) for record in records)), BEGUN)
     assert view.progress < 1.0
     assert (time_left(view) == "over") == over

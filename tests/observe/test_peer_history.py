@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sample_events import history, inner, started
 
+from noloco_node.demo.loss_plot import over_tokens
 from noloco_node.journal import events
-from noloco_node.observe.peer_history import Point, over_tokens
+from noloco_node.observe.peer_history import Point
 from noloco_node.observe.screen import chart, smoothed
 from noloco_node.observe.swarm_view import Thinned
 

@@ -10,16 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.inner_step import (
-    Mark,
-    Progress,
-    Schedule,
-    advance,
-    begin,
-    learning_rate,
-    moment_ratio,
-    rate_per_s,
-)
+from pipeline.inner_step import Mark, Progress, Schedule, advance, begin, learning_rate, moment_ratio, rate_per_s
 
 SCHEDULE = Schedule(peak=6e-4, steps=1000, warmup_steps=100, final_fraction=0.1)
 

@@ -13,15 +13,7 @@ import pytest
 import torch
 
 from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
-from pipeline.next_stage import (
-    ATTEMPTS,
-    PATIENCE_S,
-    Expired,
-    NextStage,
-    NextStageClient,
-    Wanted,
-    within,
-)
+from pipeline.next_stage import ATTEMPTS, PATIENCE_S, Expired, NextStage, NextStageClient, Wanted, within
 from pipeline.routing import MOST_KNOWN, TIMES_COST, Hop, HopTotals
 
 HIDDEN = torch.zeros(1, 2, 3)
@@ -369,7 +361,6 @@ async def test_totals_are_bounded() -> None:
 
 async def test_the_time_of_a_check_is_not_the_replicas() -> None:
     """A replica on trial whose gradient is checked for long is not late, and what the check returns is used."""
-
     better, checked = Gradient(hidden=HIDDEN + 1.0, loss=1.0, tokens=2), list[tuple[str, float, float]]()
     unfit = Gradient(hidden=None, loss=1.0, tokens=2)
     answers: list[Answer] = [GIVEN_UP, Refused(reason=Reason.FULL, retry_after_s=0.1), unfit]

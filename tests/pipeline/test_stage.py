@@ -10,16 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_stages import (
-    INNER,
-    VOCABULARY,
-    cuts,
-    drawn_ids,
-    make_stage,
-    prepared,
-    run_microbatch,
-    whole_optimiser,
-)
+from small_stages import INNER, VOCABULARY, cuts, drawn_ids, make_stage, prepared, run_microbatch, whole_optimiser
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM

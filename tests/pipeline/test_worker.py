@@ -346,7 +346,6 @@ async def test_a_backward_that_completes_after_its_caller_is_gone_counts_here() 
 
 async def test_a_microbatch_that_is_abandoned_runs_no_backward_on_other_weights() -> None:
     """A node that ends has waited long enough for it, and its last round moves the weights."""
-
     swarm = Swarm([1, 1], window=1)
     first = swarm.peers["0.0"]
     swarm.latency_s = 30.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -139,11 +138,7 @@ def test_a_momentum_that_never_moves_is_worth_a_warning(period: int) -> None:
     assert any("never moves" in warning for warning in found.warnings) == (period > 20)
 
 
-@given(
-    early=st.integers(8, 100),
-    factor=st.floats(1 / 8, 8.0),
-    steps=st.integers(1000, 20_000),
-)
+@given(early=st.integers(8, 100), factor=st.floats(1 / 8, 8.0), steps=st.integers(1000, 20_000))
 def test_rounds_follow_the_course_of_the_steps_between_them(early: int, factor: float, steps: int) -> None:
     """Walked round by round, as a replica whose progress is even does."""
     late = max(8, round(early * factor))
@@ -335,12 +330,11 @@ def test_no_preset_gives_cause_for_a_warning(preset: str) -> None:
     assert found.stages[0].memory.total < 2 * most, "as much again in main memory"
 
 
-def test_the_report_is_text_or_json(tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text(run_text("tiny"))
-    text, found = report(path), msgspec.json.decode(report(path, as_json=True), type=RunPlan)
-    assert found == plan(decode_run(run_text("tiny"), "x"))
-    assert json.loads(report(path, as_json=True))["stages"][0]["memory"]["weights"] > 10**6
+def test_the_report_is_text_or_json() -> None:
+    run = decode_run(run_text("tiny"), "x")
+    text, found = report(run), msgspec.json.decode(report(run, as_json=True), type=RunPlan)
+    assert found == plan(run)
+    assert json.loads(report(run, as_json=True))["stages"][0]["memory"]["weights"] > 10**6
     for part in ("754,816 parameters in 2 stages", found.run_id[:16], "0 to 1", "221 kB", "3.28 million"):
         assert part in text
     assert all(len(line) <= 80 for line in text.splitlines())

@@ -291,7 +291,7 @@ def test_many_machines_keep_the_batch_or_say_what_becomes_of_it(
     assert ("This plan leaves out" in told) == (count - run.pipeline.peers >= run.pipeline.stages)
     assert "One such machine alone: about" in told or "The model does not fit one such machine" in told
     assert "a parameter (20 use the work best" in told
-    assert ("fewer than the 20 that mix the replicas" in told) == (preset == "tiny")
+    assert ("of the 20 rounds that mix the replicas" in told) == (preset == "tiny")
 
 
 def test_a_plan_keeps_to_the_windows_that_a_run_file_may_have() -> None:

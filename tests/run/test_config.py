@@ -142,11 +142,7 @@ def test_it_loads_without_torch_or_transformers() -> None:
             "2 percent",
         ),
         (MODEL + "[data]\ntokenizer = ''\n", "data.tokenizer", "byt5"),
-        (
-            MODEL + "[data]\nsource = 'json'\npath = 'x'\nform = 'messages'\n",
-            "data.chat_template = ''",
-            "chatml",
-        ),
+        (MODEL + "[data]\nsource = 'json'\npath = 'x'\nform = 'messages'\n", "data.chat_template = ''", "chatml"),
         (MODEL + f"[data]\ntokenizer_commit = '{COMMIT}'\n", "data.tokenizer_commit", "leave it out"),
         (MODEL + "[data]\ntokenizer = 'a/b'\ntokenizer_commit = 'main'\n", "data.tokenizer_commit", "40"),
         (MODEL + "[data]\npath = 'x'\n[[data.mixture]]\n", "data.path = 'x'", "[[data.mixture]]"),
@@ -292,9 +288,7 @@ VALUES = st.one_of(
 TABLES = st.fixed_dictionaries(
     {
         section: st.dictionaries(
-            st.sampled_from([f.name for f in fields_of(field.type)]) | st.text(max_size=3),
-            VALUES,
-            max_size=3,
+            st.sampled_from([f.name for f in fields_of(field.type)]) | st.text(max_size=3), VALUES, max_size=3
         )
         for field in fields_of(RunConfig)
         for section in [field.name]
@@ -573,6 +567,13 @@ def test_a_key_of_many_parts_is_refused_before_it_takes_the_memory(before: str, 
     with pytest.raises(UserError, match="a key has more than 16 parts"):
         decode_run(f"{before}{1000 * part}a=1", "a stranger's")
     assert toml_table(f"{15 * 'a.'}a = '{1000 * part}'\n".replace("'a b'", "ab"), "ours")
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "0x" + "f" * 5000, "0b" + "1" * 50_000, "0o1" + "_7" * 5000])
+@pytest.mark.parametrize("text", ["seed = {}\n" + MODEL, MODEL + "[pipeline]\nsubspace = {}", MODEL + "x = [[{}]]"])
+def test_a_number_that_python_does_not_write_down_is_refused_in_a_sentence(text: str, number: str) -> None:
+    with pytest.raises(UserError, match="is not valid TOML"):
+        decode_run(text.replace("{}", number), "a stranger's")
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1))

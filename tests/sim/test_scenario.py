@@ -24,13 +24,7 @@ from noloco_node.planning.windows import BACKWARD, FROZEN_BACKWARD
 from noloco_node.run.presets import run_text, write_text
 from noloco_node.run.runfile import load_run
 from noloco_node.sim.scenario import faults
-from noloco_node.sim.scenario.scenario import (
-    ROUNDS_OF_A_RUN,
-    Scenario,
-    SwarmConfig,
-    decode_scenario,
-    load_scenario,
-)
+from noloco_node.sim.scenario.scenario import ROUNDS_OF_A_RUN, Scenario, SwarmConfig, decode_scenario, load_scenario
 from noloco_node.sim.scenario.setup import FOREVER_S, base, build_setup
 from pipeline.messages import Gradient, Microbatch
 from tests.explorer.scenario_file import scenario_text

@@ -78,10 +78,7 @@ def fault(kind: str, at_s: float, fields: str = "") -> str:
 
 
 def test_a_crash_takes_effect_and_a_restart_goes_on_from_the_disk() -> None:
-    record, _ = seen(
-        fault("crash", 40.0, "peer = 's1r1'") + fault("restart", 60.0, "peer = 's1r1'"),
-        rounds=20,
-    )
+    record, _ = seen(fault("crash", 40.0, "peer = 's1r1'") + fault("restart", 60.0, "peer = 's1r1'"), rounds=20)
     assert [at for at, _ in record.faults] == [40.0, 60.0]
     at = [at for at, _ in record.of("s1r1", events.InnerStep)]
     assert not [moment for moment in at if 40.0 < moment < 60.0]

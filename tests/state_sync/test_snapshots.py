@@ -141,31 +141,31 @@ def test_who_asks_for_snapshots_comes_to_an_end(promised: bool, saved: bool, att
 # On a disk.
 
 
-def test_the_last_few_of_each_stage_are_kept_and_room_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.real_time
+async def test_the_last_few_of_each_stage_are_kept_and_room_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def made(stage: int, round: int) -> Checkpoint:
         return Checkpoint(
             counters(stage=stage, round=round, inner_steps=round), {"slow": (torch.full((4,), float(round)),)}
         )
 
-    async def main() -> None:
-        store = CheckpointStore(tmp_path / "checkpoint", tmp_path / "snapshots", "run", "me", pytest.fail)
-        assert await store.slow(0) is None
-        for round in (1, 2, 3):
-            for stage in (0, 1):
-                await store.keep(made(stage, round + stage))
-        assert [len(list(path.iterdir())) for path in (tmp_path / "snapshots").iterdir()] == 2 * [KEPT_SNAPSHOTS]
+    store = CheckpointStore(tmp_path / "checkpoint", tmp_path / "snapshots", "run", "me", pytest.fail)
+    assert await store.slow(0) is None
+    for round in (1, 2, 3):
         for stage in (0, 1):
-            found = await store.slow(stage)
-            assert found is not None
-            assert found.counters.round == 3 + stage
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=16))
-        with pytest.raises(OSError, match="should be"):
-            await store.keep(made(0, 9))
-        found = await store.slow(0)
+            await store.keep(made(stage, round + stage))
+    assert [len(list(path.iterdir())) for path in (tmp_path / "snapshots").iterdir()] == 2 * [KEPT_SNAPSHOTS]
+    for stage in (0, 1):
+        found = await store.slow(stage)
         assert found is not None
-        assert found.counters.round == 3
-
-    asyncio.run(main())
+        assert found.counters.round == 3 + stage
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=16))
+    with pytest.raises(OSError, match="should be"):
+        await store.keep(made(0, 9))
+    found = await store.slow(0)
+    assert found is not None
+    assert found.counters.round == 3
 
 
 # In a swarm.

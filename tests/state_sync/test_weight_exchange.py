@@ -198,7 +198,6 @@ async def test_a_peer_that_had_nothing_is_asked_again_after_a_while(tmp_path: Pa
 @given(st.lists(st.booleans(), min_size=1, max_size=20), st.binary(max_size=4))
 async def test_what_a_peer_announces_costs_no_more_than_it_gives(has: list[bool], told: bytes) -> None:
     """Whatever a peer says that it has, right or wrong: it is asked for a piece in vain once, and all others come."""
-
     hub, asked, here = SimNetwork(), Counter[int](), set[FilePieceKey]()
 
     async def serve(peer: str, gives: Callable[[int], bool]) -> None:

@@ -129,9 +129,7 @@ def test_a_disk_that_refuses_leaves_the_earlier_ones(
     assert steps_found(tmp_path) == 9
 
 
-def test_a_process_killed_at_random_instants_leaves_a_whole_checkpoint_every_time(
-    tmp_path: Path,
-) -> None:
+def test_a_process_killed_at_random_instants_leaves_a_whole_checkpoint_every_time(tmp_path: Path) -> None:
     told = kill_many(tmp_path, kills=10, megabytes=4, seed=1)
     assert told.whole == 10
     assert told.saved >= 10

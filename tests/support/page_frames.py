@@ -6,15 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from noloco_node.observe.swarm_view import (
-    Change,
-    Course,
-    PeerView,
-    Route,
-    RunTotals,
-    SwarmView,
-    swarm_view,
-)
+from noloco_node.observe.swarm_view import Change, Course, PeerView, Route, RunTotals, SwarmView, swarm_view
 
 BEGUN = 1.7e9
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J\u202e<script>alert(2)</script>"

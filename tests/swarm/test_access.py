@@ -6,6 +6,7 @@ import asyncio
 import errno
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from admission_keys import NOW_S, OWNER, admitted, key, public
@@ -68,13 +69,7 @@ class OwnedRun:
         ticket = signer.ticket(self.digest, self.door, MEMBER, NOW_S + 10**9)
         self.network = network = admitted(bare, self.state, ticket)
         named = None if self.rule == "open" else lambda found: self.named.get(found, 0)
-        service = TicketService(
-            self.state,
-            signer.ticket,
-            self.now_s,
-            named,
-            lambda found: self.signs.get(found, 0),
-        )
+        service = TicketService(self.state, signer.ticket, self.now_s, named, lambda found: self.signs.get(found, 0))
 
         async def answer(conversation: Conversation) -> None:
             self.asked.append(conversation.peer)
@@ -117,7 +112,10 @@ def little_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Work that takes no thread, which virtual time would not wait for; returns for whom it was done."""
     done: list[str] = []
 
-    async def here(_: object, run_id: str, peer: str) -> int:
+    async def here(job: Callable[..., object], *args: Any) -> object:
+        if job is not work:
+            return job(*args)
+        run_id, peer = args
         done.append(peer)
         return work(run_id, peer, bits=4)
 
@@ -229,7 +227,6 @@ async def test_without_a_pass_a_run_with_an_owner_gives_nothing() -> None:
 @pytest.mark.parametrize("renews", [True, False])
 async def test_whoever_looks_goes_on_for_longer_than_its_ticket_lasts(*, renews: bool) -> None:
     """Readings of the roster, and one conversation that lasts for hours; also where nobody renews ahead of time."""
-
     owned = await opened("open")
     way = owned.access(InviteCredential(), Right.LOOK)
     network, said = await owned.enter(PEER, way), list[str]()
@@ -343,7 +340,6 @@ async def test_a_clock_that_jumps_ahead_ends_no_node_at_once_and_is_named(monkey
 
 async def test_an_expired_ticket_is_borne_for_a_while_where_nobody_answers() -> None:
     """A clock that was wrong for some seconds ends nothing; a silent run ends with a code that a service restarts."""
-
     owned = await opened("listed")
     network = await owned.enter(PEER, owned.access(owned.named_until(PEER, NOW_S + 3 * DAY_S), MEMBER))
     owned.hub.kill(owned.door)

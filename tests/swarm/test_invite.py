@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import string
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from admission_keys import public
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noloco_node.admission.ticket import KEY_HEADER, peer_of_file
+from noloco_node.admission.ticket import KEY_HEADER, peer_of
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.addresses import PeerAddress, check_announce, check_listen, parse_peer_address
 from noloco_node.network.wire import WIRE_VERSION
@@ -38,7 +39,7 @@ def test_what_is_formatted_is_parsed(digest: str, addresses: list[str]) -> None:
     text = invite.format(digest, addresses)
     parsed = invite.parse(f"  {text}\n")
     assert parsed.digest == digest
-    assert [str(address) for address in parsed.addresses] == addresses
+    assert listed(text) == addresses
     assert str(parsed) == text
 
 
@@ -54,16 +55,38 @@ def test_an_invite_is_found_in_a_home_where_none_is_given(tmp_path: Path) -> Non
     assert invite.found(None, tmp_path) == invite.found(str(tmp_path), Path("elsewhere")) == text
 
 
-@given(st.lists(st.sampled_from(ADDRESSES)), st.lists(st.sampled_from(ADDRESSES)))
-def test_an_invite_is_widened_by_a_few_that_it_has_not(others: list[str], first: list[str]) -> None:
-    before = invite.parse(invite.format(DIGEST, ADDRESSES[:2]))
-    after = [str(each) for each in invite.parse(invite.widened(before, others, first)).addresses]
+def place(number: int, port: int = 4001) -> str:
+    return f"/ip4/192.0.2.1/tcp/{port}/p2p/{peer_of(public(number))}"
+
+
+def home_of(number: int, directory: Path) -> HomePaths:
+    home = HomePaths(directory)
+    home.identity.write_bytes(KEY_HEADER + number.to_bytes(32) + public(number))
+    return home
+
+
+def listed(text: str) -> list[str]:
+    return list(map(str, invite.parse(text).addresses))
+
+
+PLACES = st.lists(st.builds(place, st.integers(0, 30), st.integers(1, 3)), max_size=30)
+
+
+@given(PLACES.filter(bool), PLACES, st.lists(st.builds(place, st.just(31), st.integers(1, 99)), max_size=3))
+def test_an_invite_is_widened_by_a_few_living_peers_and_stays_small(
+    known: list[str], living: list[str], first: list[str]
+) -> None:
+    before = invite.parse(invite.format(DIGEST, known))
+    text = invite.widened(before, living, first)
+    after, others = listed(text), list(dict.fromkeys(first))
+    assert after[: len(others)] == others
     assert len(set(after)) == len(after)
-    assert after[: len(set(first))] == list(dict.fromkeys(first))
-    assert set(ADDRESSES[:2]) <= set(after) <= {*ADDRESSES[:2], *others, *first}
-    crowd = [f"/ip4/192.0.2.1/tcp/{port}/p2p/{ED25519}" for port in range(1, 100)]
-    assert len(invite.parse(invite.widened(before, crowd)).addresses) == 2 + invite.BESIDE
-    assert len(invite.parse(invite.widened(before, crowd, crowd)).addresses) <= 64
+    assert set(after) <= {*known, *living, *first}
+    peers = list(dict.fromkeys(each.peer for each in invite.parse(text).addresses if str(each) not in others))
+    lasting = before.peers[: invite.LASTING]
+    assert peers[: len(lasting)] == lasting
+    assert len(peers) <= invite.MOST_PEERS
+    assert set({each.rpartition("/")[2]: each for each in living[: invite.BESIDE]}.values()) <= set(after)
 
 
 def test_what_strangers_say_of_themselves_breaks_no_invite(tmp_path: Path) -> None:
@@ -89,10 +112,7 @@ def test_a_home_keeps_an_invite_and_says_once_that_it_cannot(tmp_path: Path) -> 
     kept = KeptInvite(HomePaths(tmp_path), came_by, ADDRESSES[1:2], said.append)
     assert kept.keep() == invite.format(DIGEST, ADDRESSES[1::-1])
     assert kept.keep(ADDRESSES[2:3]) == invite.found(None, tmp_path)
-    assert [str(each) for each in invite.parse(invite.found(None, tmp_path)).addresses] == [
-        *ADDRESSES[1::-1],
-        ADDRESSES[2],
-    ]
+    assert listed(kept.keep()) == [ADDRESSES[1], ADDRESSES[2], ADDRESSES[0]], "where a peer is now comes first"
     assert kept.keep() == invite.found(None, tmp_path), "a peer that is alone remembers whom it met"
     assert kept.keep(["nonsense"]) == invite.found(None, tmp_path), (
         "nor does what a stranger says of itself replace them"
@@ -107,11 +127,9 @@ def test_of_many_peers_a_few_others_are_kept_and_no_more_are_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thousand addresses take the loop of a node most of a second; our own record is among those of the roster."""
-    others = [f"/ip4/192.0.2.1/tcp/{port}/p2p/{ED25519}" for port in range(1, 1001)]
-    kept, parsed = (
-        KeptInvite(HomePaths(tmp_path), invite.parse(invite.format(DIGEST, ADDRESSES[:1])), others[:1], print),
-        0,
-    )
+    others, parsed = [place(number) for number in range(1, 1001)], 0
+    home = home_of(1, tmp_path)
+    kept = KeptInvite(home, invite.parse(invite.format(DIGEST, ADDRESSES[:1])), [place(1, 2)], print)
 
     def counted(text: str) -> PeerAddress:
         nonlocal parsed
@@ -121,7 +139,7 @@ def test_of_many_peers_a_few_others_are_kept_and_no_more_are_looked_at(
     monkeypatch.setattr(invite, "parse_peer_address", counted)
     text = kept.keep(others)
     assert parsed < 10 * invite.BESIDE
-    assert text == invite.format(DIGEST, [others[0], ADDRESSES[0], *others[1 : 1 + invite.BESIDE]])
+    assert text == invite.format(DIGEST, [place(1, 2), ADDRESSES[0], *others[1 : 1 + invite.BESIDE]])
 
 
 def test_a_home_that_comes_back_by_peers_that_it_met_keeps_the_way_to_them(tmp_path: Path) -> None:
@@ -133,17 +151,28 @@ def test_a_home_that_comes_back_by_peers_that_it_met_keeps_the_way_to_them(tmp_p
     assert kept == [ADDRESSES[1], ADDRESSES[2], ADDRESSES[0]]
 
 
-def test_a_home_that_joins_by_its_own_invite_again_and_again_keeps_the_way_into_the_swarm(tmp_path: Path) -> None:
-    """Each start may listen on another port."""
-    home, (bootstrap,) = HomePaths(tmp_path), ADDRESSES[:1]
-    home.identity.write_bytes(KEY_HEADER + (1).to_bytes(32) + public(1))
-    peer = peer_of_file(home.identity)
-    came_by = invite.format(DIGEST, [bootstrap])
-    for port in range(1, 100):
-        own = f"/ip4/192.0.2.9/tcp/{port}/p2p/{peer}"
-        KeptInvite(home, invite.parse(came_by), [own], print).keep()
-        came_by = invite.found(None, tmp_path)
-        assert list(map(str, invite.parse(came_by).addresses)) == [own, bootstrap]
+@settings(max_examples=20)
+@given(
+    st.lists(
+        st.lists(st.builds(place, st.integers(1, 200), st.integers(1, 60_000)), max_size=6), min_size=1, max_size=4
+    )
+)
+def test_a_home_that_joins_by_its_own_invite_again_and_again_keeps_the_way_into_the_swarm(
+    met: list[list[str]],
+) -> None:
+    """Each start may listen on another port, and so may the peers that it meets; our own record is among theirs."""
+    with TemporaryDirectory() as directory:
+        home, (bootstrap,) = home_of(1, Path(directory)), ADDRESSES[:1]
+        came_by = invite.format(DIGEST, [bootstrap])
+        for port, others in enumerate(met * 4, 1):
+            kept = KeptInvite(home, invite.parse(came_by), [own := place(1, port)], print)
+            kept.keep()
+            kept.keep(others)
+            came_by = invite.found(None, home.path)
+            assert listed(came_by)[:2] == [own, bootstrap]
+            assert sum(each.endswith(own.rpartition("/")[2]) for each in listed(came_by)) == 1
+            assert len(listed(came_by)) <= 2 * (1 + invite.MOST_PEERS)
+            assert {each for each in others[: invite.BESIDE] if place(1)[-20:] not in each} <= set(listed(came_by))
 
 
 def test_an_invite_says_from_where_it_can_be_used() -> None:

@@ -566,9 +566,7 @@ async def test_a_source_estimates_how_far_the_run_is(pause: int) -> None:
     run = cast(
         Any,
         SimpleNamespace(
-            budget_samples=budget,
-            samples_per_step=8,
-            pipeline=PipelineConfig(stages=2, replicas=replicas),
+            budget_samples=budget, samples_per_step=8, pipeline=PipelineConfig(stages=2, replicas=replicas)
         ),
     )
     facts = {"issued": None, "receipts": ReceiptLedger(), "begin_counting": lambda: None}
@@ -720,7 +718,6 @@ async def test_a_source_counts_exactly_again_once_everybody_is_known(
     spans: list[tuple[bool, int]], others: int
 ) -> None:
     """Its progress never falls, and after each span of readings it is near to what was done in all."""
-
     told = Told(others, 2)
     budget = 10**6
     run = cast(Any, SimpleNamespace(budget_samples=budget, samples_per_step=6, pipeline=PipelineConfig(stages=2)))

@@ -158,7 +158,6 @@ def test_nothing_is_believed_before_the_first_meeting() -> None:
 
 async def test_names_do_not_end_a_run_of_one_stage() -> None:
     """Four names say that they have done all and finished; but for the last rounds three sources do their work."""
-
     hub, what = SimNetwork(), recipe(stages=1, replicas=3, steps=60)
     honest = [Peer(hub, what, f"peer-{number}", 0, job_s=0.5) for number in range(3)]
     await until(lambda: all(len(peer.of(events.InnerStep)) > 7 for peer in honest))

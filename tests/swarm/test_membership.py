@@ -327,11 +327,7 @@ async def test_an_old_record_that_somebody_repeats_is_no_news() -> None:
         assert [record.state for record in roster.stage(0)] == [PeerState.TRAINING] * 2
 
 
-@given(
-    st.floats(0.0, 1e4),
-    st.floats(-500.0, 500.0),
-    st.floats(-500.0, 500.0),
-)
+@given(st.floats(0.0, 1e4), st.floats(-500.0, 500.0), st.floats(-500.0, 500.0))
 def test_a_first_record_is_doubted_only_if_two_clocks_say_so(age_s: float, ours_s: float, youngest_s: float) -> None:
     now_s = 1e6
     reading = DhtRead(now_s=0.0, unix_s=now_s + ours_s, youngest_at=now_s + youngest_s, ages=True)

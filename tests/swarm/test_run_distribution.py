@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from memory_swarms import recipe
+from threadless import without_threads
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import Conversation
+from noloco_node.run.config import RunConfig
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
+from noloco_node.swarm import run_distribution
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import (
     ATTEMPT_EVERY_S,
@@ -46,7 +51,8 @@ def fetched(serve: dict[str, Callable[[Conversation], Awaitable[None]]], peers: 
             await hub.network(peer).serve(TOPIC, SCHEMA, handler)
         return await fetch(hub.network("newcomer"), peers, OURS.digest)
 
-    return run(main())
+    with without_threads():
+        return run(main())
 
 
 def test_the_first_peer_with_the_right_text_is_enough() -> None:
@@ -61,6 +67,7 @@ def test_a_peer_that_has_just_started_is_asked_again_for_a_while(late_s: float) 
     """After a power cut all peers start at once, and no node may leave for good because it came a moment too early."""
     patience_s = (ATTEMPTS - 1) * ATTEMPT_EVERY_S
     assume(late_s != patience_s)
+    said = list[str]()
 
     async def main() -> str | Exit:
         hub, clock = SimNetwork(), asyncio.get_running_loop()
@@ -74,7 +81,35 @@ def test_a_peer_that_has_just_started_is_asked_again_for_a_while(late_s: float) 
         await hub.network("starting").serve(TOPIC, SCHEMA, OURS.serve)
 
     tasks = list[asyncio.Task[None]]()
-    assert run(main()) == (OURS.text if late_s < patience_s else Exit.OTHER_RUN)
+    with without_threads(), patch.object(run_distribution, "say", said.append):
+        assert run(main()) == (OURS.text if late_s < patience_s else Exit.OTHER_RUN)
+    waits = min(ATTEMPTS - 1, math.ceil(late_s / ATTEMPT_EVERY_S))
+    assert waits - 1 <= len(said) <= waits, "each wait is said; what is asked takes a moment to arrive"
+    assert all("waiting for a peer that serves the run file (starting " in line for line in said)
+
+
+def test_what_will_not_change_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[str]()
+    monkeypatch.setattr(run_distribution, "say", said.append)
+    with pytest.raises(UserError, match="No peer of the invite serves"):
+        fetched({"wrong": OTHER.serve}, ["wrong"])
+    assert not said
+
+
+@pytest.mark.real_time
+async def test_files_are_hashed_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local directory may have gigabytes, and a loop that stands still answers nobody."""
+    places = list[threading.Thread]()
+
+    def hashes(_: RunConfig) -> dict[str, str]:
+        places.append(threading.current_thread())
+        return {}
+
+    monkeypatch.setattr(run_distribution, "content_hashes", hashes)
+    hub = SimNetwork()
+    await hub.network("right").serve(TOPIC, SCHEMA, OURS.serve)
+    assert (await fetch(hub.network("newcomer"), ["right"], OURS.digest)).text == OURS.text
+    assert threading.main_thread() not in places
 
 
 def test_a_broken_file_of_one_peer_stops_nobody() -> None:

@@ -80,6 +80,30 @@ def test_an_invite_reaches_the_node_as_soon_as_it_is_there_and_shows_in_no_list_
 NOTHING, FILE, DIRECTORY = "nothing", "file", "directory"
 
 
+def script_below(directory: Path) -> Path:
+    """Return the entry point with the places that a container mounts below a directory."""
+    places = ("run.toml", "run-dir", "run-file", "text", "invite-file", "invite")
+    text, script = (ROOT / "docker" / "entrypoint.sh").read_text(), directory / "entrypoint"
+    script.write_text(re.sub(rf"(?<=[\s=])/({'|'.join(places)})\b", rf"{directory}/\1", text))
+    return script
+
+
+def test_a_second_bootstrap_peer_leaves_the_invite_of_the_first(tmp_path: Path) -> None:
+    invite, script = tmp_path / "invite" / "invite", script_below(tmp_path)
+    invite.parent.mkdir()
+    (tmp_path / "run.toml").touch()
+    with container(invite, "bootstrap", program="echo first; echo >&2; exec tail -f /dev/null", script=script) as first:
+        assert first.stderr is not None
+        first.stderr.readline()
+        with container(invite, "bootstrap", program="echo second", script=script) as second:
+            _, said = second.communicate(timeout=LAST_RESORT_S)
+        assert (second.returncode, "another bootstrap peer" in said) == (Exit.CONFIG, True)
+        assert invite.read_text() == "first\n"
+    with container(invite, "bootstrap", program="echo third", script=script) as third:
+        assert third.wait(LAST_RESORT_S) == Exit.OK
+    assert invite.read_text() == "third\n"
+
+
 @pytest.mark.parametrize(
     ("role", "setting", "place", "kind"),
     [
@@ -95,12 +119,9 @@ def test_a_setting_that_names_the_wrong_thing_is_refused_and_never_passed_over(
     tmp_path: Path, role: str, setting: str, place: str, kind: str, given: str
 ) -> None:
     """Compose mounts /dev/null where a setting names nothing."""
-    places = ("run.toml", "run-dir", "run-file", "text", "invite-file", "invite")
     for each in ("run-file", "invite"):
         (tmp_path / each).mkdir()
-    script = tmp_path / "entrypoint"
-    text = (ROOT / "docker" / "entrypoint.sh").read_text()
-    script.write_text(re.sub(rf"(?<=[\s=])/({'|'.join(places)})\b", rf"{tmp_path}/\1", text))
+    script = script_below(tmp_path)
     (tmp_path / "invite" / "invite").write_text("noloco6:secret\n")
     if given == NOTHING:
         (tmp_path / place).unlink(missing_ok=True)

@@ -66,10 +66,7 @@ def test_a_number_that_no_model_has_is_named(name: str, value: float) -> None:
     [
         ("llama", []),
         ("mixtral", ["nothing balances the load of its experts"]),
-        (
-            "deepseek_v3",
-            ["e_score_correction_bias stays as it came", "nothing balances the load of its experts"],
-        ),
+        ("deepseek_v3", ["e_score_correction_bias stays as it came", "nothing balances the load of its experts"]),
     ],
 )
 def test_check_and_init_say_what_is_not_trained(

@@ -273,7 +273,6 @@ def test_two_faulty_replicas_of_five_cost_the_others_nothing(pair: str, blocking
 @pytest.mark.parametrize("victim", ["s1r0", "s2r2"])
 async def test_a_replica_that_hangs_for_good_is_left_alone_though_it_beats(victim: str) -> None:
     """Its process is there, its loop turns, its device never answers: each microbatch there used to cost the budget."""
-
     cast = Cast(SWARM.format(stages=3, replicas=3, blocking="false").replace("budget_s = 100.0", ""))
     for peer in cast.peers.values():
         peer.start()

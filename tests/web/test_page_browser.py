@@ -14,9 +14,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from limits import LAST_RESORT_S
-from page_frames import HOSTILE, view_of, with_course
+from page_frames import BEGUN, HOSTILE, view_of, with_course
 
 from noloco_node.observe.playback import Playback
 from noloco_node.web import server
@@ -107,6 +108,20 @@ async def test_it_fills_follows_and_survives_a_restart_of_the_node() -> None:
         assert not [each for each in noise if "ERR_" not in each and "net::" not in each]
 
 
+async def test_a_curve_stays_in_its_picture_when_the_clock_is_set_back() -> None:
+    wrong: list[str] = []
+    where, at = place(), (50.0, 60.0, 10.0, 20.0)
+    moments = tuple(msgspec.structs.replace(view_of(1, 1, 1).course[0], at=BEGUN + seconds) for seconds in at)
+    async with tab(wrong) as seen, page_served(where) as page:
+        assert page is not None
+        page.show(msgspec.structs.replace(view_of(1, 1, 1), course=moments))
+        await seen.goto(url(where))
+        points = await seen.locator("#loss polyline").get_attribute("points")
+        width = await seen.locator("#loss").evaluate("picture => picture.clientWidth")
+        assert all(0.0 <= float(point.split(",")[0]) <= width for point in points.split())
+    assert wrong == []
+
+
 @pytest.mark.parametrize("options", [{}, {"color_scheme": "dark", "viewport": {"width": 390, "height": 844}}])
 async def test_what_a_stranger_says_is_text_and_fits_a_phone(options: dict[str, Any]) -> None:
     wrong: list[str] = []
@@ -132,10 +147,7 @@ async def test_a_recording_is_steered_by_keys_and_by_a_slider() -> None:
     where, playback = place(), Playback(0.0, 100.0)
 
     phone = {"width": 390, "height": 844}
-    async with (
-        tab(wrong, reduced_motion="reduce", viewport=phone) as seen,
-        page_served(where, takes_keys=True) as page,
-    ):
+    async with tab(wrong, reduced_motion="reduce", viewport=phone) as seen, page_served(where, takes_keys=True) as page:
         assert page is not None
         page.show(view_of(4, 2, 1), playback.state())
         await seen.goto(url(where))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from noloco_node.observe.bottleneck import HALF_FULL, NEARLY_FULL, PAST, STANDS_OUT, WHILE, Cause, devices_bottleneck
+from noloco_node.observe.bottleneck import HALF_FULL, NEARLY_FULL, STANDS_OUT, WHILE, Cause, devices_bottleneck
 from noloco_node.sim.report.figures import COMPUTING, PeerSpread, Report, StageReport
 from noloco_node.sim.scenario.faults import Fault, kind_of, unfold
 from noloco_node.sim.scenario.scenario import planned
@@ -227,7 +227,7 @@ def bottleneck(report: Report) -> str:
     line = _line(report, busiest.work, _most(waits) == Cause.GOSSIP)
     if line:
         return line
-    devices = devices_bottleneck({stage.stage: stage.work for stage in report.stages}, PAST)
+    devices = devices_bottleneck({stage.stage: stage.work for stage in report.stages}, is_over=True)
     if devices:
         return devices.sentence
     pipeline = sum(waits.get(cause, 0.0) for cause in PIPELINE)

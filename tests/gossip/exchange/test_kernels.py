@@ -51,11 +51,7 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> Forms:
     widest = build(tmp_path_factory.mktemp("widest"))
     if widest is None:
         pytest.skip("no C compiler")
-    return {
-        "torch": None,
-        "widest": widest,
-        "plain": build(tmp_path_factory.mktemp("plain"), CFLAGS="-DKERNELS_PLAIN"),
-    }
+    return {"torch": None, "widest": widest, "plain": build(tmp_path_factory.mktemp("plain"), CFLAGS="-DKERNELS_PLAIN")}
 
 
 def each(forms: Forms) -> Iterator[str]:

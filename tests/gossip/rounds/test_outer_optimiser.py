@@ -14,13 +14,7 @@ from toy_gossip import ToySettings, at_once
 
 from gossip.exchange.codec import DIFFERENCE, PIECE, Encoded, OwnWeights, Sides, check, encode
 from gossip.exchange.messages import Implausible
-from gossip.rounds.outer_optimiser import (
-    OuterOptimiser,
-    Rule,
-    Snapshot,
-    Step,
-    take_step,
-)
+from gossip.rounds.outer_optimiser import OuterOptimiser, Rule, Snapshot, Step, take_step
 from gossip.rule.outer_step import EVEN, Delay, Outer, OuterState, Shares, Tensors, shares_by_steps
 from gossip.settings import BLOCK, Format
 from research.codec.whole_sets import decode
@@ -99,24 +93,10 @@ def seen(sides: Sides, exact: Tensors) -> tuple[Tensors, Tensors]:
 
 @few
 @given(
-    st.sampled_from(Format),
-    outers,
-    delays,
-    st.integers(0, 2),
-    seeds,
-    longest,
-    st.sampled_from([1.0, 0.3]),
-    both_shares,
+    st.sampled_from(Format), outers, delays, st.integers(0, 2), seeds, longest, st.sampled_from([1.0, 0.3]), both_shares
 )
 def test_a_pair_steps_as_the_rule_says_whatever_the_pieces(
-    form: Format,
-    outer: Outer,
-    delay: Delay,
-    meetings: int,
-    seed: int,
-    longest: int,
-    share: float,
-    shares: Shares,
+    form: Format, outer: Outer, delay: Delay, meetings: int, seed: int, longest: int, share: float, shares: Shares
 ) -> None:
     """And so is the correction, of what both sides decode."""
     state = state_of(seed, outer, delay, meetings)

@@ -46,8 +46,7 @@ def merged(peers: list[Peer]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("codec", "near", "gamma"),
-    [("bfloat16", 0.05, 0.7), ("int8", 0.05, 0.5), ("int4", 0.25, 0.7), ("int4", 0.25, 0.5)],
+    ("codec", "near", "gamma"), [("bfloat16", 0.05, 0.7), ("int8", 0.05, 0.5), ("int4", 0.25, 0.7), ("int4", 0.25, 0.5)]
 )
 def test_a_codec_leads_to_about_the_same_model_for_less(codec: str, near: float, gamma: float) -> None:
     rule = f"alpha = 0.5\nbeta = 0.7\ngamma = {gamma}\ncodec = "

@@ -277,7 +277,6 @@ async def test_a_correction_that_fails_is_not_added_again() -> None:
 @given(seconds, st.integers(0, 20), st.sampled_from([Format.FLOAT32, Format.INT4]))
 async def test_adopted_weights_replace_ours_beside_the_training(step_s: float, steps: int, codec: Format) -> None:
     """Slow and fast weights become the partner's."""
-
     settings = replace(SETTINGS, codec=codec)
     origin = Origin(OuterState((torch.full((4,), START),)))
     toy = Toy(World(), "a", settings, outer_step_s=step_s, origin=origin)

@@ -81,7 +81,6 @@ def test_a_newcomer_gets_the_whole_state_of_one_donor(meetings: int, optimiser: 
 
 
 async def test_an_export_gets_the_slow_weights_alone() -> None:
-
     world, heard = World(), Listening()
     world.tamper = heard
     Giving(world, "donor", state(gathered=drawn(9), meetings=1))
@@ -137,7 +136,6 @@ class Kept:
         self.count, self.read = count, 0
 
     def follow(self, manifest: Manifest | None, settled: frozenset[int]) -> None: ...
-
     def put(self, key: Key, digest: bytes, data: torch.Tensor) -> None: ...
 
     def pieces(self) -> Iterator[tuple[Key, bytes, torch.Tensor]]:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from compatibility import product
 from compatibility.files import DONOR, ME, OUT, recipe
-from compatibility.recorded import RECORDED, RUN_FILE, mapped, sha256
+from compatibility.recorded import RECORDED, mapped, sha256
 
 PEERS = [f"12D3KooW{letter}" for letter in "abcdefg"]
 PLACE = "/ip4/192.0.2.1/tcp/4001/p2p/12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
@@ -190,12 +190,9 @@ def printed() -> dict[str, Any]:
     )
     roster = product.Roster(stages=stages, run_samples=40, own_samples=3, sources=2, sources_finished=1)
     status = product.status_summary(recipe(), roster, product.format_invite(recipe().digest, [PLACE]))
-    check = json.loads(product.check_report(RUN_FILE, as_json=True))
+    check = json.loads(product.check_report(recipe().run, as_json=True))
     check["warnings"] = len(check["warnings"])  # which are sentences
-    return {
-        "check": check,
-        "status": json.loads(msgspec.json.encode(status)),
-    }
+    return {"check": check, "status": json.loads(msgspec.json.encode(status))}
 
 
 def exported(home: Path, directory: Path) -> dict[str, Any]:

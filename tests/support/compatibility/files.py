@@ -120,14 +120,7 @@ def events() -> list[Any]:
         journal.Placed(stage=1, why="no stage is weaker", device_s=0.125),
         journal.Moved(origin=1, target=0, why="stage 0 does less", discarded=3),
         journal.InnerStep(
-            step=1,
-            progress=0.01,
-            loss=5.875,
-            tokens=128,
-            seconds=0.5,
-            learning_rate=2.5e-3,
-            device_s=0.25,
-            stale=2,
+            step=1, progress=0.01, loss=5.875, tokens=128, seconds=0.5, learning_rate=2.5e-3, device_s=0.25, stale=2
         ),
         journal.InnerStep(step=2, progress=0.02, loss=None, tokens=128, seconds=0.5, learning_rate=5e-3),
         product.OuterStepTaken(
