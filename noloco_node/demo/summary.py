@@ -110,7 +110,7 @@ class Outage:
 
 def trained(histories: Sequence[PeerHistory]) -> int:
     """Return the tokens that the swarm has trained on, counted where they were drawn (stage 0)."""
-    return sum(history.tokens for history in histories if history.stage == 0)
+    return sum(history.drawn_tokens for history in histories)
 
 
 def _rate(tokens: int, seconds: float) -> float | None:
@@ -120,14 +120,16 @@ def _rate(tokens: int, seconds: float) -> float | None:
 class PeerSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One peer, from its history. `gap_first`, `gap_last`: after its first and last round with a partner.
 
-    `busy`: share of the time between its first and last inner step for which its device had a core; None if the journal
-    does not tell. `slowdown`: how many times slower it acted.
+    `drawn_tokens`: those of `tokens` that it trained on at stage 0. `busy`: share of the time between its first and
+    last inner step for which its device had a core; None if the journal does not tell. `slowdown`: how many times
+    slower it acted.
     """
 
     name: str
     stage: int
     steps: int
     tokens: int
+    drawn_tokens: int
     loss: float | None
     met: int
     skipped: int
@@ -294,7 +296,7 @@ def _outage_lines(outage: OutageSummary | None) -> list[str]:
 
 def _share_lines(summary: Summary) -> list[str]:
     """Return a line for each stage with each peer's share of its work."""
-    drawn = {peer.name: peer.tokens for peer in summary.peers if peer.stage == 0}
+    drawn = {peer.name: peer.drawn_tokens for peer in summary.peers if peer.stage == 0}
     received = Counter[str]()
     for hop in summary.hops:
         received[hop.receiver] += hop.microbatches

@@ -45,7 +45,7 @@ class JournalObserver(views.SwarmObserver):
     def view(self, now: float) -> views.SwarmView:
         """Return the swarm as of `now` (unix seconds)."""
         sources = [history for history in self.histories if history.stage == 0]
-        tokens, budget = sum(history.tokens for history in sources), None
+        tokens, budget = sum(history.drawn_tokens for history in self.histories), None
         progress = max((history.progress for history in self.histories), default=0.0)
         if self._run is not None:
             budget = self._run.tokens(self._run.budget_samples)
@@ -69,7 +69,9 @@ class JournalObserver(views.SwarmObserver):
         )
         names = {history.peer: history.name for history in self.histories if history.peer}
         signed = self._signed()
-        peers = [_with_receipts(peer_view(history, names, now), signed) for history in self.histories]
+        peers = [
+            _with_receipts(peer_view(history, names, now), history.drawn_tokens, signed) for history in self.histories
+        ]
         stages = self._run.pipeline.stages if self._run else 1 + max((each.stage for each in self.histories), default=0)
         return self.put_together(
             totals,
@@ -134,11 +136,11 @@ def peer_view(history: PeerHistory, names: Mapping[str, str], now: float) -> vie
     )
 
 
-def _with_receipts(peer: views.PeerView, signed: Mapping[str, int]) -> views.PeerView:
+def _with_receipts(peer: views.PeerView, drawn: int, signed: Mapping[str, int]) -> views.PeerView:
     if peer.peer not in signed:
         return peer
     # What was signed for may have been lost on its way back, and is drawn again.
-    return msgspec.structs.replace(peer, tokens_claimed=peer.tokens, tokens_signed=min(peer.tokens, signed[peer.peer]))
+    return msgspec.structs.replace(peer, tokens_claimed=drawn, tokens_signed=min(drawn, signed[peer.peer]))
 
 
 def change_text(event: events.Event) -> str | None:

@@ -161,9 +161,11 @@ class PeerHistory:
     """The last inner steps of this session but its first, which has waited for the swarm to come together."""
     steps: int = 0
     tokens: int = 0
+    drawn_tokens: int = 0
+    """Of its windows at stage 0: there each token of the swarm is drawn, by one peer. It may have moved since."""
     loss: float | None = None  # of the last inner steps, smoothed
     losses: Curve = field(default_factory=_curve)
-    drawn: Curve = field(default_factory=_curve)  # tokens so far
+    drawn: Curve = field(default_factory=_curve)  # `drawn_tokens` so far
     busy_s: float = 0.0
     worked_s: float = 0.0
     session_steps: int = 0  # inner steps of this session
@@ -247,7 +249,8 @@ class PeerHistory:
         self.ended_at, self.progress = event.at, event.progress
         self.steps = event.step
         self.tokens += event.tokens
-        self.drawn.add(Point(event.at, self.tokens))
+        self.drawn_tokens += event.tokens * (self.stage == 0)
+        self.drawn.add(Point(event.at, self.drawn_tokens))
         if event.loss is not None:
             self.losses.add(Point(event.at, event.loss))
             self.loss = event.loss if self.loss is None else 0.8 * self.loss + 0.2 * event.loss

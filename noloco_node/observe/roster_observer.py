@@ -153,7 +153,9 @@ class RosterObserver(views.SwarmObserver):
         return msgspec.structs.replace(
             view,
             # A roster has the claims of other sources alone: what this peer drew stands in its own record.
-            tokens_claimed=claimed if own.signed_tokens is None else max(view.tokens, own.signed_tokens),
+            tokens_claimed=claimed
+            if own.signed_tokens is None
+            else max(self._tokens(record.samples), own.signed_tokens),
             tokens_signed=own.signed_tokens,
             sent_per_s=own.sent_per_s,
             received_per_s=own.received_per_s,
