@@ -314,8 +314,11 @@ async def _average(exchange: _Exchange, prefetch: Prefetch) -> _Swapped:
             slow_sides = prefetched.slow
         else:
             raise Implausible("no slow weights, and we hold none of this version")
-        ours = slow.coded if slow is not None else slow_sides.mine if given is None else given.slow.mine
-        slow_sides = slow_sides._replace(mine=ours)
+        if given is None:
+            assert slow is not None
+            slow_sides = slow_sides._replace(mine=slow.coded)
+        else:
+            slow_sides = slow_sides._replace(mine=given.slow.mine)
         slow_sides = await optimiser.bound_slow(conversation.peer, slow_sides, snapshot)
     elif came.slow:
         raise Implausible("slow weights, which gamma = beta does not need")

@@ -248,8 +248,32 @@ def test_a_ban_needs_no_ticket_of_ours_and_lasts_so_many_days(tmp_path: Path) ->
     assert not owner.state().is_revoked(OTHER)
 
 
+@pytest.mark.parametrize("rule", ["open", "invited", "listed"])
+@pytest.mark.parametrize("action", ["revoke", "ban"])
+def test_what_was_shut_out_comes_back_by_the_same_ticket_and_nobody_else_does(
+    tmp_path: Path, rule: str, action: str
+) -> None:
+    owner = Owner(tmp_path, rule)
+    credential = owner.invited(PEER, "--days", "20000").credential
+    assert credential is not None
+    peers_state = owner.state()
+    owner.members(action, PEER, "--days", "20000")
+    owner.members("ban", OTHER, "--days", "20000")
+    before = load_members(owner.run)
+    peers_state.take_revocations(before.signed)
+    assert "let back in" in owner.members("lift", PEER)
+    assert peers_state.take_revocations(load_members(owner.run).signed)
+    assert peers_state.show(PEER, encode(credential.chain)) == ""
+    assert peers_state.is_revoked(OTHER)
+    assert not peers_state.take_revocations(before.signed), "the earlier list says nothing any more"
+    assert not peers_state.is_revoked(PEER)
+    with pytest.raises(UserError, match="is not shut out"):
+        owner.members("lift", PEER)
+    assert load_members(owner.run).number == 3
+
+
 @pytest.mark.parametrize("invite", ["nonsense", "", invites.format("a" * 64, [PLACE])])
-@pytest.mark.parametrize("action", ["invite", "revoke", "ban"])
+@pytest.mark.parametrize("action", ["invite", "revoke", "ban", "lift"])
 def test_nothing_is_written_where_the_invite_cannot_be_used(tmp_path: Path, action: str, invite: str) -> None:
     owner = Owner(tmp_path, "open")
     with pytest.raises(UserError, match=r"no invite|not a valid invite|another run"):

@@ -210,6 +210,15 @@ def test_what_is_no_optimiser_or_no_module_is_refused_in_words(*, swapped: bool)
     assert type(wrong[1]).__name__ in refused.value.why
 
 
+@pytest.mark.parametrize("name", ["device", "stage", "data", "threads", "max_memory", "max_ram", "sample"])
+def test_an_option_that_a_module_of_the_program_overrides_is_refused(name: str) -> None:
+    """It would do nothing: the module lies on its device, and is the run's only stage."""
+    module = nn.Linear(2, 2)
+    options: Any = {name: 0}
+    with pytest.raises(UserError, match=f"GossipOptimizer has no option {name}"):
+        noloco_node.GossipOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module, "invite", **options)
+
+
 def test_a_parameter_that_the_optimiser_lacks_is_named() -> None:
     module = nn.Linear(2, 2)
     with pytest.raises(UserError, match="The parameter bias requires a gradient, and is not in the optimiser"):

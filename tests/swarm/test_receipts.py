@@ -253,3 +253,16 @@ async def test_a_run_of_whole_nodes_ends_by_receipts_and_not_by_a_claim() -> Non
     assert steps * what.run.samples_per_step >= 0.9 * what.run.budget_samples
     last = [peer.of(events.Receipts)[-1] for peer in peers[:2]]
     assert all(set(each.signed.values()) > {0} for each in last), "the liar's, and more than that of the other source"
+
+
+@pytest.mark.parametrize("steps", [10, 40])
+async def test_the_journal_of_a_source_knows_all_receipts_in_the_end(steps: int) -> None:
+    """Signers tell of their last work when they end, which is after the source; a short run ends between readings."""
+    hub, what = SimNetwork(), recipe(replicas=2, steps=steps)
+    places = [(stage, number) for stage in (0, 1) for number in (0, 1)]
+    peers = [Peer(hub, what, f"peer-{at}{number}", at, job_s=0.2, refresh_s=5.0) for at, number in places]
+    await asyncio.wait({peer.task for peer in peers})
+    for source in peers[:2]:
+        learnt = sum(step.tokens for step in source.of(events.InnerStep))
+        drawn = what.run.tokens(len(source.text.drawn) * what.run.pipeline.microbatch_size)
+        assert learnt <= source.of(events.Receipts)[-1].own <= drawn, "what came too late for a step is signed too"
