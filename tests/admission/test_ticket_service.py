@@ -140,7 +140,7 @@ def test_passing_identities_of_one_network_get_a_share_of_their_own(monkeypatch:
             (SimpleNamespace(peer=peer, origin="/ip4/192.0.2.7/tcp/1"), TicketRequest(nonce=0, trains=trains))
             for peer in peers
         ]
-        return sum(bool(service._decide(asks, request)[0]) for asks, request in requests)  # type: ignore[arg-type]
+        return sum(bool(service._decide(asks, request)[0]) for asks, request in requests)
 
     assert given_out(trains=False) == LOOKS_A_PREFIX
     assert given_out(trains=True) == TICKETS_A_PREFIX

@@ -82,7 +82,7 @@ def test_what_cannot_be_read_is_refused_at_once(tmp_path: Path) -> None:
     for name, value in [*kinds, ("sample", [5]), ("log_to", [5]), ("relayed", "no"), ("begin_anew", 1)]:
         with pytest.raises(UserError, match=name):
             noloco_node.join(NOBODY, **{"home": tmp_path, name: value})
-    check_options(JoinOptions(keep=torch.tensor(3), refresh=torch.tensor(0.5)))  # type: ignore[arg-type] # as of numpy
+    check_options(JoinOptions(keep=torch.tensor(3), refresh=torch.tensor(0.5)))  # as of numpy
     for wrong in ({"device": "abacus"}, {"data": tmp_path / "nowhere"}, {"weights": tmp_path / "nowhere"}):
         with pytest.raises(UserError, match=r"abacus|nowhere"):
             noloco_node.join("no invite", home=tmp_path, **wrong)

@@ -95,7 +95,7 @@ def test_a_file_that_is_there_stays(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_is_named_and_nothing_is_written(tmp_path: Path, wrong: dict[str, object], field: str) -> None:
     with user_error(Exit.CONFIG) as refused:
-        noloco_node.init(tmp_path / "run.toml", nn.Linear(1, 1), **wrong)  # type: ignore[arg-type]
+        noloco_node.init(tmp_path / "run.toml", nn.Linear(1, 1), **wrong)
     assert field in refused.value.what
     assert not list(tmp_path.iterdir())
 

@@ -556,7 +556,7 @@ def test_what_is_not_there_is_one_clear_message(corpus: Path, change: dict[str, 
 def test_data_without_text_is_one_clear_message(tmp_path: Path, name: str, content: bytes, says: str) -> None:
     (tmp_path / name).write_bytes(content)
     source = {"jsonl": "json", "gz": "json", "parquet": "parquet", "txt": "text"}[name.split(".")[-1]]
-    data = DataConfig(source=source, path=str(tmp_path / name), validation_percent=0.0)  # type: ignore[arg-type]
+    data = DataConfig(source=source, path=str(tmp_path / name), validation_percent=0.0)
     with pytest.raises(UserError) as caught:
         open_blocks(data, 16, 0, "p").next_batch(1)
     assert says in str(caught.value)

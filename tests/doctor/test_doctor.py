@@ -92,7 +92,7 @@ def test_what_is_judged_is_what_a_node_on_that_device_takes(
     layout, free = model_layout(run), 10**9
     monkeypatch.setattr(device, "choose_device", lambda _: torch.device(place))
     monkeypatch.setattr(device, "autocast_dtype", lambda *_: half)
-    needs, _ = command._needs(SimpleNamespace(run=run), "auto")  # type: ignore[arg-type]
+    needs, _ = command._needs(SimpleNamespace(run=run), "auto")
     taken = device_needs(run, layout, torch.device(place), free, free)
     if place == "cuda":
         placed = [each.placed(usable_bytes(free), usable_bytes(free)) for each in needs.memory]
@@ -147,7 +147,7 @@ def test_join_refuses_the_disk_that_the_doctor_refuses(tmp_path: Path, monkeypat
 
 def test_the_module_of_a_program_is_no_obstacle(tmp_path: Path) -> None:
     run = load_run(noloco_node.init(tmp_path / "run.toml", nn.Linear(2, 2), steps=9))
-    assert command._needs(SimpleNamespace(run=run), "cpu") == (Needs(), [])  # type: ignore[arg-type]
+    assert command._needs(SimpleNamespace(run=run), "cpu") == (Needs(), [])
     (finding,) = command._module(run)
     assert finding.grade is Grade.DOUBTFUL
     assert "that program joins" in finding.says

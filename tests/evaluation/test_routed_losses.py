@@ -179,10 +179,10 @@ async def test_a_training_microbatch_is_not_answered_by_losses_nor_an_evaluation
     peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1)]
     await until(lambda: bool(peers[0].of(events.InnerStep)))
     worker = peers[1].replica.worker
-    evaluate, worker.evaluate = worker.evaluate, worker.process  # type: ignore[method-assign,assignment]
+    evaluate, worker.evaluate = worker.evaluate, worker.process
     with pytest.raises(ConnectionError):
         await peers[0].replica.losses(text(2).batches[0])
-    worker.process = evaluate  # type: ignore[method-assign,assignment]
+    worker.process = evaluate
     wrong = {"expected SequenceLosses, got Gradient", "expected Gradient, got SequenceLosses"}
     await until(lambda: {event.why for event in peers[0].of(events.PeerViolation)} == wrong)
     await asked_to_leave(*peers)

@@ -62,7 +62,7 @@ def drawn(stage: int, seed: int) -> tuple[Tensor, ...]:
 
 def of_state(slow: tuple[Tensor, ...], round: int, progress: float) -> ReplicaState:
     counters = {"round": round, "inner_steps": 3 * round, "progress": progress, "optimiser_steps": 0}
-    return ReplicaState(slow=slow, momentum=(), optimiser=(), **counters)  # type: ignore[arg-type]
+    return ReplicaState(slow=slow, momentum=(), optimiser=(), **counters)
 
 
 class Interrupted(Exception):

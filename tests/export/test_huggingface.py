@@ -162,7 +162,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 
 def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
-    class FullDisk(ByT5Tokenizer):  # type: ignore[misc]
+    class FullDisk(ByT5Tokenizer):
         def save_pretrained(self, *_: Any, **__: Any) -> Any:
             raise OSError(28, "No space left on device")
 

@@ -324,7 +324,7 @@ async def test_a_node_that_starts_while_we_join_is_asked_again(wait_s: int, sile
         asked[peer] += 1
         return asked[peer] > silences[doors.index(peer)]
 
-    nodes.node.ping = ping  # type: ignore[method-assign]
+    nodes.node.ping = ping
     assert await nodes.node.join(doors, wait_s + 0.5) == any(each <= wait_s for each in silences)
 
 

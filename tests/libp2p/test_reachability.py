@@ -73,7 +73,7 @@ own_places = st.lists(st.sampled_from(["/ip4/203.0.113.5/tcp/4001", "/ip4/10.0.0
 
 
 def wanted(**chosen: object) -> NetworkSettings:
-    return NetworkSettings(**{"run": "run", "listen": (PUBLIC,), "bootstrap": (DOOR,)} | chosen)  # type: ignore[arg-type]
+    return NetworkSettings(**{"run": "run", "listen": (PUBLIC,), "bootstrap": (DOOR,)} | chosen)
 
 
 def test_a_scout_goes_only_where_there_is_something_to_find_out() -> None:

@@ -250,7 +250,7 @@ SIZES = st.lists(st.integers(1, 3_000_000), min_size=1, max_size=25)
 @settings(max_examples=60)
 @given(SIZES, st.floats(budget.LEAST_RATE, 1e7), st.randoms(use_true_random=False))
 async def test_never_more_than_the_rate_and_one_burst(sizes: list[int], rate: float, rng: object) -> None:
-    delays = [rng.uniform(0.0, 5.0) for _ in sizes]  # type: ignore[attr-defined]
+    delays = [rng.uniform(0.0, 5.0) for _ in sizes]
 
     passed = await passing(FairLimiter(rate), sizes, delays)
     burst = budget.full_bucket(rate, 0.0).burst_bytes

@@ -35,7 +35,7 @@ async def test_a_node_whose_device_fails_saves_its_slow_weights_and_leaves(stage
     peer = Peer(hub, what, "peer-a", stage, device=device)
     other = Peer(hub, what, "peer-b", 1 - stage, job_s=0.001)
     # Nothing is saved before: there is no whole checkpoint with the same slow weights.
-    peer.node._services.writer.due = lambda *_: False  # type: ignore[method-assign]
+    peer.node._services.writer.due = lambda *_: False
     await until(lambda: len(peer.of(events.InnerStep)) >= 7, LAST_RESORT_S)
     dead = peer.stages[-1]
     for name in {where, "current_weights", "optimiser_state", "discard"}:
@@ -58,13 +58,13 @@ async def test_a_node_whose_device_fails_saves_its_slow_weights_and_leaves(stage
 async def test_a_node_that_the_run_lets_in_no_more_keeps_what_it_has_trained() -> None:
     hub, what = SimNetwork(), recipe(stages=2, steps=10_000, per_round=3)
     peer, other = Peer(hub, what, "peer-a", 0), Peer(hub, what, "peer-b", 1)
-    peer.node._services.writer.due = lambda *_: False  # type: ignore[method-assign]
+    peer.node._services.writer.due = lambda *_: False
     await until(lambda: len(peer.of(events.InnerStep)) >= 7, LAST_RESORT_S)
 
     async def refuse() -> None:
         raise not_admitted("you have been shut out")
 
-    peer.node.membership._read_due = refuse  # type: ignore[method-assign]
+    peer.node.membership._read_due = refuse
     await asyncio.wait({peer.task})
     trouble = user_error_of(peer.task.exception())
     assert trouble.code is Exit.NOT_ADMITTED
@@ -82,7 +82,7 @@ async def test_a_stage_for_which_memory_never_suffices_ends_its_node_with_its_st
     def short(*_: Any) -> Any:
         raise MemoryError("CUDA out of memory")
 
-    peer.stages[-1].loss = short  # type: ignore[method-assign]
+    peer.stages[-1].loss = short
     await asyncio.wait({peer.task}, timeout=2 * UNFIT_S)
     trouble = user_error_of(peer.task.exception())
     assert trouble.code is Exit.DEVICE

@@ -164,7 +164,7 @@ async def test_who_comes_back_to_a_stage_goes_on_from_what_it_left_there() -> No
     await cast.crash(*[peer for peer in cast.peers if peer.name.endswith("1")])
     assert mover.disk.counters.stage == 0
     assert watcher.session.node is not None
-    await until(lambda: not watcher.session.node.roster.stage(1))  # type: ignore[union-attr]
+    await until(lambda: not watcher.session.node.roster.stage(1))
     cast.events[mover.name].clear()
     mover.start()
     cast.peers.append(mover)
@@ -218,7 +218,7 @@ async def test_a_stage_that_cannot_be_built_sends_the_mover_back_to_where_it_was
     await until(lambda: len(cast.of(mover, events.Moved)) == 2 and at_stage(mover) == 0)
     await cast.steps(mover, 3)
     assert mover.running
-    moving = mover.session.node.assignment.migration  # type: ignore[union-attr]
+    moving = mover.session.node.assignment.migration
     assert moving._elsewhere() == (), "it does not try again"
     await cast.leave()
     there, back = cast.of(mover, events.Moved)[:2]

@@ -161,7 +161,7 @@ async def test_a_replica_that_goes_elsewhere_claims_what_its_device_or_its_line_
     """From stage 2 to stage 0, where it has half the work and computes a third more; its speed is unknown at first."""
     mover = Seeker(SimNetwork(), "mover")
     mover.context.host.passes = [4.0, 3.5, 3.0]
-    mover.context.host.line_s = lambda stage: 0.1  # type: ignore[method-assign] # of a slow line
+    mover.context.host.line_s = lambda stage: 0.1  # of a slow line
     watcher = MigrationWatcher(mover.context, 2, 0, lambda: 0.0, set(), tuple)
     await watcher.take_place(0, device_s)
     await mover.membership.peek()
@@ -311,7 +311,7 @@ async def test_a_stage_must_fit_main_memory_too_where_the_device_has_its_own() -
     poor, poorest = Seeker(hub, "poor", free=1000), Seeker(hub, "poorest", free=1000)
     for seeker, beside in ((poor, [40, 60, 70]), (poorest, [60, 70, 80])):
         seeker.context.host.beside_bytes[:] = beside
-        seeker.context.host.free_beside_bytes = lambda _=0: 55  # type: ignore[method-assign]
+        seeker.context.host.free_beside_bytes = lambda _=0: 55
     place = await poor.claim()
     with pytest.raises(UserError) as refusal:
         await poorest.claim()
@@ -351,7 +351,7 @@ async def test_without_the_dht_a_newcomer_gives_up_and_whoever_moves_waits() -> 
             found = await read_all(keys)
             return [None if next(left, None) is not None else each for each in found]
 
-        network.read_all = lost  # type: ignore[method-assign]
+        network.read_all = lost
 
     new, mover = Seeker(hub, "new"), Seeker(hub, "mover", wish=1)
     deaf(new, 10**6)

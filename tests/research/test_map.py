@@ -45,7 +45,7 @@ def outcome(cell: Cell) -> Result:
 
 def pairs(method: str, count: int) -> list[tuple[Result, Result]]:
     names = (method, "gossip")
-    runs = [[outcome(at(map_cell(name, TUNED, 4), 1e-2, seed)) for name in names] for seed in range(count)]  # type: ignore[arg-type]
+    runs = [[outcome(at(map_cell(name, TUNED, 4), 1e-2, seed)) for name in names] for seed in range(count)]
     return [(one, other) for one, other in runs]
 
 

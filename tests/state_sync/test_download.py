@@ -116,7 +116,7 @@ async def test_a_newcomer_killed_at_a_random_instant_resumes_from_its_disk(tmp_p
     assert isinstance(found, ReplicaState)
     assert same(found, state())
     resumed = world.told("resumed")
-    assert [event.what for event in world.events[:1]] == ["began"]  # type: ignore[union-attr]
+    assert [event.what for event in world.events[:1]] == ["began"]
     assert len(resumed) == 3
     held = [event.held_bytes for event in resumed]
     assert held == sorted(held)

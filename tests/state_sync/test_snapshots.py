@@ -294,7 +294,7 @@ def test_who_offered_one_snapshot_and_gives_another_is_refused() -> None:
 
     def refused(round: int, norm: float) -> bool:
         counters = {"inner_steps": 0, "progress": 0.5, "optimiser_steps": 0, "meetings": 0, "last_met": 0}
-        given = Manifest(snapshot="", round=round, norm=norm, **counters)  # type: ignore[arg-type]
+        given = Manifest(snapshot="", round=round, norm=norm, **counters)
         return asyncio.run(objection("peer", given)) is not None
 
     assert not refused(40, 2.0)
@@ -365,7 +365,7 @@ async def test_a_peer_that_left_a_stage_twice_offers_what_it_left_last_and_nothi
     )
     device: Any = SimpleNamespace(beside=beside)
     places = (hub.network("keeper"), device, archive, [shapes, shapes], lambda size: 60.0, lambda number: False)
-    server = snapshot_keeper.SnapshotServer(*places)  # type: ignore[arg-type]
+    server = snapshot_keeper.SnapshotServer(*places)
     for round in (5, 9):
         lying.append(Checkpoint(counters(round=round, stage=1), {"slow": (torch.ones(2),)}))
         await server.begin(own=0)

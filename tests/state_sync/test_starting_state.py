@@ -113,7 +113,7 @@ def checkpoint(fast: tuple[Tensor, ...], gathered: tuple[Tensor, ...] = (), **to
     usual = {"run_id": "run", "stage": 0, "round": 4, "inner_steps": 80, "progress": 0.5, "samples": 1}
     moments = (torch.zeros(SIZE), torch.zeros(SIZE))
     tensors = {"slow": drawn(1), "momentum": drawn(2), "gathered": gathered, "fast": fast, "optimiser": moments}
-    return Checkpoint(Counters(**usual, optimiser_steps=80, **told), tensors)  # type: ignore[arg-type]
+    return Checkpoint(Counters(**usual, optimiser_steps=80, **told), tensors)
 
 
 @pytest.mark.parametrize("meetings", [0, 2])

@@ -81,7 +81,7 @@ class Text:
     def __init__(self, run: Any, peer: str) -> None:
         self.failure: Exception | None = None
         self._shape = (run.pipeline.microbatch_size, run.pipeline.sequence_length + 1)
-        self._seed, self.drawn = Random(f"{run.seed}|{peer}").randrange(2**31), []  # type: ignore[var-annotated]
+        self._seed, self.drawn = Random(f"{run.seed}|{peer}").randrange(2**31), []
 
     async def draw(self) -> Tensor:
         if self.failure is not None:

@@ -84,7 +84,7 @@ class Cast:
         self.listen: Tell | None = None
         replicas = setting.run.pipeline.replicas
         self.peers = {
-            name: SimulatedPeer(name, number // replicas, setting, self, self._hear)  # type: ignore[arg-type]
+            name: SimulatedPeer(name, number // replicas, setting, self, self._hear)
             for number, name in enumerate(setting.peers)
         }
 

@@ -157,9 +157,7 @@ def test_a_home_that_comes_back_by_peers_that_it_met_keeps_the_way_to_them(tmp_p
         st.lists(st.builds(place, st.integers(1, 200), st.integers(1, 60_000)), max_size=6), min_size=1, max_size=4
     )
 )
-def test_a_home_that_joins_by_its_own_invite_again_and_again_keeps_the_way_into_the_swarm(
-    met: list[list[str]],
-) -> None:
+def test_a_home_that_joins_by_its_own_invite_again_and_again_keeps_the_way_into_the_swarm(met: list[list[str]]) -> None:
     """Each start may listen on another port, and so may the peers that it meets; our own record is among theirs."""
     with TemporaryDirectory() as directory:
         home, (bootstrap,) = home_of(1, Path(directory)), ADDRESSES[:1]

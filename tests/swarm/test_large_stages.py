@@ -100,8 +100,8 @@ class Crowd:
             self.published[name, key] += 1
             return await publish(key, subkey, value, lifetime_s)
 
-        network.read_all = noted  # type: ignore[method-assign]
-        network.publish = counted  # type: ignore[method-assign]
+        network.read_all = noted
+        network.publish = counted
         membership = Membership(network, "run", 1, unix_time=lambda: 1e9 + self.loop.time())
         await membership.claim(record(name))
         self.members[name] = membership, asyncio.create_task(membership.run())
@@ -358,7 +358,7 @@ async def test_peers_of_a_shard_that_cannot_be_read_stay() -> None:
         answers = iter(found)
         return [None if key == silent else next(answers) for key in keys]
 
-    network.read_all = read_others  # type: ignore[method-assign]
+    network.read_all = read_others
     for _ in range(8):
         await asyncio.sleep(10.0)
         assert len(membership.roster.stage(0)) == 100

@@ -32,7 +32,7 @@ class Watched(Toy):
     """A toy that keeps all snapshots and corrections, with the inner steps by then."""
 
     def __init__(self, world: World, name: str, settings: ToySettings, **traits: float) -> None:
-        super().__init__(world, name, settings, **traits)  # type: ignore[arg-type]
+        super().__init__(world, name, settings, **traits)
         self.snapshots: list[tuple[int, Tensor]] = []
         self.corrections: list[tuple[int, Tensor]] = []
         self.correct_s = 0.0
@@ -237,7 +237,7 @@ async def test_a_step_that_fails_ends_the_gossip_and_is_never_saved() -> None:
         failing.state.slow[0].zero_()
         raise Broken
 
-    failing._take = spoilt  # type: ignore[method-assign]
+    failing._take = spoilt
     with pytest.raises(ExceptionGroup) as caught:
         await live(list(toys), 30)
     assert caught.group_contains(Broken)
@@ -256,7 +256,7 @@ async def test_a_correction_that_fails_is_not_added_again() -> None:
         tries += 1
         raise Broken
 
-    toy.correct = lost  # type: ignore[method-assign]
+    toy.correct = lost
     with pytest.raises(ExceptionGroup) as caught:
         await live(list(toys), 30)
     assert caught.group_contains(Broken)

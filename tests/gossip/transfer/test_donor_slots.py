@@ -127,7 +127,7 @@ async def test_a_slow_line_keeps_its_place_for_its_turn_and_for_as_long_as_nobod
                 await asyncio.sleep(2 * 400.0 / len(SPANS))
             await send(message)
 
-        line.send = slowly  # type: ignore[method-assign]
+        line.send = slowly
         await giving.donor.serve(line)
 
     world.answerers["donor"] = answer
