@@ -16,9 +16,9 @@ from msgspec import structs
 from user_errors import user_error
 
 from noloco_node.cli.run_file import MachineOptions
-from noloco_node.doctor.machine_checks import Grade, Need, judge_gpu, judge_memory
+from noloco_node.doctor.machine_checks import Grade, judge_gpu, judge_memory
 from noloco_node.errors import Exit, UserError
-from noloco_node.machine.memory import free_of_gpu
+from noloco_node.machine.memory import free_of_gpu, usable_bytes
 from noloco_node.planning import model_layout as model_layouts
 from noloco_node.planning.expectation import IDLE, describe_expectation
 from noloco_node.planning.model_layout import model_layout
@@ -325,16 +325,11 @@ def test_moments_lie_in_main_memory_where_a_stage_fits_in_no_other_way(gpu: str,
 def test_doctor_finds_what_is_planned_for_a_gpu_good_on_that_gpu(size: int) -> None:
     machines = structs.replace(LARGE, count=16, gpu_bytes=size, ram_bytes=32 * 2**30, flops=6e13)
     found = plan_for(decode_run(run_text("1b"), "preset"), machines)
-    gpus = [stage.gpu for stage in plan(found.run).stages]
-    needs = [
-        Need(number, 0, gpu.computing, gpu.beside, 0, gpu.coded_moments, gpu.rest_of_graph).placed(
-            free_of_gpu(size), machines.ram_bytes
-        )
-        for number, gpu in enumerate(gpus)
-    ]
+    free, main = free_of_gpu(size), machines.ram_bytes
+    needs = [stage.gpu.placed(usable_bytes(free), usable_bytes(main)) for stage in plan(found.run).stages]
     assert [(need.computing, need.beside) for need in needs] == [(each.computing, each.beside) for each in found.needs]
-    assert judge_memory(int(machines.ram_bytes), needs, beside_gpu=True).grade is Grade.GOOD
-    assert judge_gpu(int(free_of_gpu(size)), needs).grade is Grade.GOOD
+    assert judge_memory(int(main), [need.beside for need in needs]).grade is Grade.GOOD
+    assert judge_gpu(int(free), [need.computing for need in needs]).grade is Grade.GOOD
 
 
 def test_fewer_machines_than_a_run_plans_get_a_plan_of_their_own_and_no_forecast(tmp_path: Path) -> None:
