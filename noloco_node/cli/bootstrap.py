@@ -53,7 +53,7 @@ LINE_EVERY_S = 60.0
 class BootstrapOptions:
     """The options of `bootstrap`."""
 
-    run: Annotated[Path, typer.Option("--run", help="The run file to serve.")] = Path("run.toml")
+    run: Annotated[Path, typer.Option(help="The run file to serve.")] = Path("run.toml")
     listen: shared.ListenOption = None
     announce: shared.AnnounceOption = None
     home: shared.HomeOption = None

@@ -55,9 +55,7 @@ class MemberOptions:
         str | None,
         typer.Argument(metavar="[PEER]", help="A peer id, or the first digits of a key as `list` prints it."),
     ] = None
-    run: Annotated[Path, typer.Option("--run", help="The run file, beside which the owner's key lies.")] = Path(
-        "run.toml"
-    )
+    run: Annotated[Path, typer.Option(help="The run file, beside which the owner's key lies.")] = Path("run.toml")
     invite: Annotated[
         str | None,
         typer.Option(

@@ -9,7 +9,7 @@ import asyncio
 import io
 import shutil
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
@@ -42,7 +42,16 @@ DRAW_EVERY_S = 1.0
 PLAY_EVERY_S = 0.1
 PLAIN_MOMENTS = 40  # views of a recording that is printed as lines
 MOST_SOURCES_SHOWN = 64  # the most sources in the table
-FIGURES = ("step", "round", "progress", "loss", "gap", "tokens/s", "ms")  # of a peer in the table
+FIGURES: Mapping[str, Callable[[PeerRecord], str]] = {
+    "step": lambda record: str(record.inner_steps),
+    "round": lambda record: str(record.round),
+    "progress": lambda record: f"{record.progress:.1%}",
+    "loss": lambda record: "" if record.loss is None else f"{record.loss:.3f}",
+    "gap": lambda record: "" if record.gap is None else f"{record.gap:.4f}",
+    "tokens/s": lambda record: f"{record.tokens_per_s:,.0f}",
+    "ms": lambda record: f"{1000 * record.device_s:.0f}" if record.device_s else "",
+}
+"""Of a peer in the table."""
 SPARED = ("progress", "gap", "ms")  # figures that a narrow terminal has no room for
 TABLE_WIDTH = 80  # columns that all figures fit
 
@@ -145,31 +154,19 @@ def _peer_table(title: str, roster: Roster, left_out: Collection[str]) -> Table:
     table = Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=0)
     for heading in ("stage", "peer", "state"):
         table.add_column(heading, no_wrap=True)
-    for heading in (each for each in FIGURES if each not in left_out):
+    figures = {heading: figure for heading, figure in FIGURES.items() if heading not in left_out}
+    for heading in figures:
         table.add_column(heading, justify="right", no_wrap=True)
     for number, records in enumerate(roster.stages):
         table.add_section()
         if roster.is_sample:
             table.add_row(str(number), f"{len(records)} of {roster.size(number)}")
         for record in sorted(records, key=lambda record: record.peer):
-            figures = zip(FIGURES, _figures(record), strict=True)
-            shown = (figure for name, figure in figures if name not in left_out)
+            shown = (figure(record) for figure in figures.values())
             table.add_row(str(number), _said(short(record.peer)), str(record.state), *shown)
         if not records:
             table.add_row(str(number), "[bold red]nobody[/]")
     return table
-
-
-def _figures(record: PeerRecord) -> tuple[str, ...]:
-    return (
-        str(record.inner_steps),
-        str(record.round),
-        f"{record.progress:.1%}",
-        "" if record.loss is None else f"{record.loss:.3f}",
-        "" if record.gap is None else f"{record.gap:.4f}",
-        f"{record.tokens_per_s:,.0f}",
-        f"{1000 * record.device_s:.0f}" if record.device_s else "",
-    )
 
 
 def _said(words: str | None) -> str:

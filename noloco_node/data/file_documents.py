@@ -4,8 +4,7 @@ A document is a file, or one piece of a longer file, cut at the end of a line. A
 documents by (seed, peer, epoch); unshuffled it is their sorted order from a place by (seed, peer).
 
 Validation holds out **parts** of a few kilobytes of whole lines, those whose own SHA-256 falls into the share asked
-for: no peer trains on a part that another holds out. A part ends at a line whose hash says so, so an edit moves only
-the parts around it. A document shorter than a part is held out whole or not at all.
+for (docs/design/data-and-models.md). A document shorter than a part is held out whole or not at all.
 """
 
 from __future__ import annotations

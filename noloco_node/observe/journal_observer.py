@@ -114,7 +114,7 @@ def peer_view(history: PeerHistory, names: Mapping[str, str], now: float) -> vie
         state = str(PeerState.FINISHED)
     elif left is not None:
         state = "gone"
-    given = history.contribution
+    given = history.ledger.now
     wait = history.waiting if history.gone is None else None
     partner = history.partner and names.get(history.partner, history.partner[-8:])
     return views.PeerView(

@@ -280,14 +280,9 @@ class PeerHistory:
         self.sent, self.received, self.traffic_at = event.sent, event.received, event.at
 
     @property
-    def contribution(self) -> Contribution | None:
-        """Its contribution to the present run; None before it joins one."""
-        return self.ledger.now
-
-    @property
     def signed_tokens(self) -> int | None:
         """Tokens that it drew as a source and has receipts for; None if there are none."""
-        return (None if self.contribution is None else self.contribution.signed_tokens) or None
+        return (None if self.ledger.now is None else self.ledger.now.signed_tokens) or None
 
     @property
     def is_there(self) -> bool:
