@@ -6,7 +6,6 @@ A run without an owner lets in every peer that has an invite. In a run with an o
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -26,6 +25,7 @@ from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.network.calls import HookedNetwork, ask
 from noloco_node.network.interface import PeerNetwork
+from noloco_node.network.swarm_clock import CLOCK
 from noloco_node.network.timeouts import DialTimeouts
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import read_run_text
@@ -55,7 +55,7 @@ class RunAccess:
         invite: Invite,
         rights: Right,
         home: Path | None,
-        unix_time: Callable[[], float] = time.time,
+        unix_time: Callable[[], float] = CLOCK.unix_s,
         *,
         owner_key: Ed25519PrivateKey | None = None,
         state: AdmissionState | None = None,

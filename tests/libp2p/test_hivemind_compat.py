@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 
 from noloco_node.admission.admission_state import AdmissionState, HeldTicket
 from noloco_node.admission.ticket import MEMBER, Right, encode, encode_list, grant, peer_of, signed_list
+from noloco_node.libp2p import hivemind_compat
 from noloco_node.libp2p.hivemind_compat import (
     _CALLEE,
     _KNOWN,
@@ -503,6 +504,31 @@ async def test_what_hivemind_asks_by_itself_after_an_answer_is_not_taken_for_a_q
         await asyncio.create_task(nodes.protocol.update_routing_table(id_of(nodes.peers[1]), nodes.peers[1]))
         callees.append(_CALLEE.get())
     assert callees == ["", nodes.peers[1].to_base58()]
+
+
+def test_a_peer_that_we_ping_tells_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, noted, told = some_peer(Random(0)), list[tuple[str, float]](), 1.8e9
+    monkeypatch.setattr(hivemind_compat.CLOCK, "note", lambda *each: noted.append(each))
+    calls = _Authorizer(CallRules(lambda *parts: b"c" * 32, None))
+
+    async def call_ping(_: Any) -> Any:
+        return await calls.validate_response(
+            inside("proto.dht_pb2:PingResponse")(dht_time=told), inside("proto.dht_pb2:PingRequest")()
+        )
+
+    node = DhtNode(SimpleNamespace(protocol=SimpleNamespace(storage=None, call_ping=call_ping)), id_of)
+
+    async def main() -> None:
+        assert await node.ping(peer)
+        await call_ping(peer)  # which hivemind calls by itself
+
+    asyncio.run(main())
+    assert noted == [(peer.to_base58(), told)]
+
+
+@pytest.mark.parametrize("module", ["utils.timed_storage", "dht.protocol", "dht.routing", "dht.node"])
+def test_hivemind_goes_by_the_clock_of_the_swarm(module: str) -> None:
+    assert inside(f"{module}:get_dht_time") == hivemind_compat.CLOCK.unix_s
 
 
 @pytest.mark.parametrize("keys", [0, 1, 2, 100])

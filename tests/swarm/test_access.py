@@ -427,7 +427,7 @@ def delegate(owned: OwnedRun, directory: Path, monkeypatch: pytest.MonkeyPatch, 
         return function(*arguments)
 
     monkeypatch.setattr(admissions.asyncio, "to_thread", here)
-    monkeypatch.setattr(admissions.time, "time", owned.now_s)
+    monkeypatch.setattr(admissions.CLOCK, "unix_s", owned.now_s)
     home_of(DELEGATE, directory)
     named = IssuedEntry(key=public(PEER).hex(), kind="ticket", until=NOW_S + 200 * DAY_S)
     save_members(directory / "run.toml", MemberList(issued=(named,)))
