@@ -538,7 +538,8 @@ def test_a_machine_that_lends_no_lock_of_processes_is_told_so(monkeypatch: pytes
             if name == "hivemind.dht.node":
                 raise PermissionError(13, "Permission denied")
 
-    monkeypatch.delitem(sys.modules, "hivemind.dht.node")
+    for name in [each for each in sys.modules if each.split(".")[0] == "hivemind"]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Refusing, *sys.meta_path])
     with pytest.raises(UserError, match="hivemind cannot be loaded") as caught:
         hivemind_compat._loaded_hivemind.__wrapped__()
