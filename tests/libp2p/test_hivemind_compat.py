@@ -10,6 +10,7 @@ import importlib
 import inspect
 import logging
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 
 from noloco_node.admission.admission_state import AdmissionState, HeldTicket
 from noloco_node.admission.ticket import MEMBER, Right, encode, encode_list, grant, peer_of, signed_list
+from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import hivemind_compat
 from noloco_node.libp2p.hivemind_compat import (
     _CALLEE,
@@ -522,6 +524,25 @@ def test_a_peer_that_we_ping_tells_the_time(monkeypatch: pytest.MonkeyPatch) -> 
 
     asyncio.run(main())
     assert noted == [(peer.to_base58(), told)]
+
+
+def test_a_machine_that_lends_no_lock_of_processes_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """hivemind makes one as it is imported."""
+    load_hivemind()
+
+    class Refusing:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == "hivemind.dht.node":
+                raise PermissionError(13, "Permission denied")
+
+    for name in [each for each in sys.modules if each.split(".")[0] == "hivemind"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Refusing, *sys.meta_path])
+    with pytest.raises(UserError, match="hivemind cannot be loaded") as caught:
+        hivemind_compat._loaded_hivemind.__wrapped__()
+    assert caught.value.code is Exit.STORAGE
+    assert "/dev/shm" in caught.value.hint
 
 
 @pytest.mark.parametrize("module", ["utils.timed_storage", "dht.protocol", "dht.routing", "dht.node"])
