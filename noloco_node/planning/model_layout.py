@@ -16,7 +16,7 @@ from noloco_node.run.config import ModelConfig, RunConfig
 from noloco_node.units import format_bytes
 from pipeline import partition
 from pipeline.adapters import frozen_weights
-from pipeline.adapters.lora import Adapter, FrozenSize
+from pipeline.adapters.lora import Adapter
 from pipeline.decoder_slice import NotSliceableError, Subspace
 from pipeline.messages import check_width
 from pipeline.model_config import Prepared, family_config, prepare
@@ -42,22 +42,22 @@ WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.json", "token
 
 
 class ModelLayout(NamedTuple):
-    """A model as a run cuts it. `shapes`: name and shape of every trained parameter of every stage, in its order.
+    """A model as a run cuts it. `sizes`: of the parameters that each stage trains.
 
-    `work`: floating-point operations a token of each stage, forward. `multiplied`: parameters that are multiplied.
-    `matrices`: shapes of the matrices that its decoder layers multiply by.
-    `checkpoint`: name and shape of what each stage has of a checkpoint; `shapes`, but where adapters are trained.
-    `frozen`: what of it is not trained takes.
+    `work`: floating-point operations a token of each stage, forward. `checkpoint`: name and shape of what each stage
+    has of a checkpoint; `shapes`, but where adapters are trained.
     """
 
     prepared: Prepared
     cuts: tuple[Cut, ...]
-    shapes: tuple[dict[str, tuple[int, ...]], ...]
+    sizes: tuple[partition.SliceSize, ...]
     work: tuple[int, ...]
-    multiplied: tuple[int, ...]
-    matrices: tuple[tuple[tuple[int, ...], ...], ...]
     checkpoint: tuple[dict[str, tuple[int, ...]], ...]
-    frozen: tuple[FrozenSize, ...]
+
+    @property
+    def shapes(self) -> tuple[dict[str, tuple[int, ...]], ...]:
+        """Name and shape of every trained parameter of every stage, in its order."""
+        return tuple(size.shapes for size in self.sizes)
 
     @property
     def adapter(self) -> Adapter | None:
@@ -158,16 +158,7 @@ def _model_layout(run: RunConfig) -> ModelLayout:
             str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}",
             "correct [model], [pipeline] or [adapter] in the run file",
         ) from error
-    return ModelLayout(
-        prepared,
-        cuts,
-        tuple(size.shapes for size in sizes),
-        work,
-        tuple(size.multiplied for size in sizes),
-        tuple(size.matrices for size in sizes),
-        tuple(size.shapes for size in checkpoint),
-        tuple(size.frozen for size in sizes),
-    )
+    return ModelLayout(prepared, cuts, tuple(sizes), work, tuple(size.shapes for size in checkpoint))
 
 
 def _adapter(run: RunConfig, prepared: Prepared) -> Adapter | None:

@@ -7,7 +7,7 @@ graphs are kept while there is room, and otherwise computed again.
 
 from __future__ import annotations
 
-from math import inf, log, prod
+from math import log, prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -228,38 +228,6 @@ def memories_on(run: RunConfig, drawn: ModelLayout, device: torch.device) -> tup
     return memories(run, drawn, half=half is not None, splits=half is not torch.float16)
 
 
-class DeviceNeeds(NamedTuple):
-    """Bytes that each stage takes, about.
-
-    `device`: of the device's memory, at least; `graph`: of it one microbatch's; `beside`: of main memory beside a GPU
-    that has its own; else (). `moments_beside`: of each stage's moments, those that lie there.
-    """
-
-    device: tuple[int, ...]
-    graph: tuple[GraphBytes, ...]
-    beside: tuple[int, ...]
-    moments_beside: tuple[int, ...]
-
-
-def device_needs(
-    run: RunConfig, drawn: ModelLayout, device: torch.device, free: float = inf, free_beside: float = inf
-) -> DeviceNeeds:
-    """Return what the stages take of a device with so many `free` bytes, and so many of main memory `free_beside`."""
-    from pipeline.hardware.device_type import DEVICE_TYPES
-
-    found = memories_on(run, drawn, device)
-    graph = tuple(memory.graphs for memory in found)
-    if DEVICE_TYPES[device.type].shares_memory:
-        return DeviceNeeds(tuple(memory.total for memory in found), graph, (), (0,) * len(found))
-    found = tuple(memory.placed(usable_bytes(free), usable_bytes(free_beside)) for memory in found)
-    return DeviceNeeds(
-        tuple(memory.computing for memory in found),
-        graph,
-        tuple(memory.beside for memory in found),
-        tuple(memory.moments_beside for memory in found),
-    )
-
-
 class KeptGraphs(NamedTuple):
     """How many passes that wait for their gradient may keep their graph, None for all; and whether by layers."""
 
@@ -300,10 +268,10 @@ def rounds_of(run: RunConfig) -> int:
 def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool, splits: bool) -> Memory:
     from noloco_node.planning.graph_memory import graph_bytes  # which loads torch
 
-    cut, shapes, pipeline = drawn.cuts[number], tuple(drawn.shapes[number].values()), run.pipeline
+    cut, size, pipeline = drawn.cuts[number], drawn.sizes[number], run.pipeline
+    shapes, frozen = tuple(size.shapes.values()), size.frozen
     once = float32_bytes(shapes)
-    cast, split = 2 * drawn.multiplied[number] if half else 0, splits and run.inner.state == "int8"
-    frozen = drawn.frozen[number]
+    cast, split = 2 * size.multiplied if half else 0, splits and run.inner.state == "int8"
     multiplied, kept = 2 if half else 4, 4 if run.adapter.base == "float32" else 2
     graph = graph_bytes(pipeline, drawn, number, half=half, packed=run.data.packs)
     at_once, tokens = pipeline.in_flight(number), pipeline.microbatch_tokens
@@ -319,7 +287,7 @@ def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool, splits:
         moments_beside=0,
         # Stages take it in bfloat16 or float32, never in float16.
         orthogonal_step=max(
-            (orthogonal_bytes(shape, 2 if half and splits else 4) for shape in drawn.matrices[number]), default=0
+            (orthogonal_bytes(shape, 2 if half and splits else 4) for shape in size.matrices), default=0
         )
         if run.inner.orthogonal
         else 0,

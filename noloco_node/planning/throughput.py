@@ -93,7 +93,7 @@ def coding_seconds(run: RunConfig, width: int, flops: float) -> float:
 
 def orthogonal_seconds(run: RunConfig, layout: ModelLayout, stage: int, flops: float) -> float:
     """Return what a device takes to make an inner step orthogonal, where the run has that."""
-    return sum(map(orthogonal_operations, layout.matrices[stage])) / flops if run.inner.orthogonal else 0.0
+    return sum(map(orthogonal_operations, layout.sizes[stage].matrices)) / flops if run.inner.orthogonal else 0.0
 
 
 def stage_loads(
