@@ -164,23 +164,22 @@ def plan(run: RunConfig) -> RunPlan:
     check_hub_weights(run.model, drawn)
     if not run.data.has_travelling_tokenizer:  # whose files `init --from` has compared with the model
         check_vocabulary(run.data, drawn.vocabulary)
-    stage_shapes = [tuple(named.values()) for named in drawn.shapes]
     stages = tuple(
         StagePlan(
             layers=(cut.first_layer, cut.end_layer),
-            parameters=sum(map(prod, shapes)),
+            parameters=sum(map(prod, size.shapes.values())),
             frozen_parameters=sum(map(prod, checkpoint.values())) if drawn.adapter is not None else 0,
             flops_per_token=flops,
             work=flops / sum(drawn.work),
             memory=memory,
             gpu=gpu,
-            round_bytes=round_bytes(run.outer, shapes),
+            round_bytes=round_bytes(run.outer, tuple(size.shapes.values())),
         )
-        for cut, checkpoint, flops, shapes, memory, gpu in zip(
+        for cut, checkpoint, flops, size, memory, gpu in zip(
             drawn.cuts,
             drawn.checkpoint,
             drawn.work,
-            stage_shapes,
+            drawn.sizes,
             memories(run, drawn),
             memories(run, drawn, half=run.precision == "auto"),
             strict=True,
