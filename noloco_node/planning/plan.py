@@ -11,6 +11,7 @@ from math import log, prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
+import torch
 
 from gossip.settings import OuterConfig
 from noloco_node.data.encoding import check_vocabulary
@@ -23,8 +24,6 @@ from pipeline.inner_step import is_coded, moment_bytes, orthogonal_bytes
 from pipeline.messages import ACTIVATION_CODECS
 
 if TYPE_CHECKING:
-    import torch
-
     from noloco_node.planning.model_layout import ModelLayout
 
 _UNEVEN = 1.3
@@ -219,8 +218,6 @@ def memories(run: RunConfig, drawn: ModelLayout, *, half: bool = False, splits: 
 
 def memories_on(run: RunConfig, drawn: ModelLayout, device: torch.device) -> tuple[Memory, ...]:
     """Return what a peer of each stage needs with a device, which decides in what format it computes."""
-    import torch
-
     from noloco_node.machine.device import autocast_dtype
 
     half = autocast_dtype(device, run.precision)
@@ -265,7 +262,7 @@ def rounds_of(run: RunConfig) -> int:
 
 
 def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool, splits: bool) -> Memory:
-    from noloco_node.planning.graph_memory import graph_bytes  # which loads torch
+    from noloco_node.planning.graph_memory import graph_bytes  # which loads transformers
 
     cut, size, pipeline = drawn.cuts[number], drawn.sizes[number], run.pipeline
     shapes, frozen = tuple(size.shapes.values()), size.frozen
