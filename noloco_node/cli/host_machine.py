@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from noloco_node.machine import memory
 from noloco_node.machine.device import Device
 from noloco_node.machine.interface import Dimensions, FirstWeights, Host
 from noloco_node.machine.system import asleep_s
+from noloco_node.network.swarm_clock import CLOCK
 from noloco_node.planning.bandwidth import bandwidth_seconds, microbatch_bytes
 from noloco_node.planning.checkpoint_map import RunWeights
 from noloco_node.planning.model_layout import ModelLayout, make_stage, model_layout
@@ -73,7 +73,10 @@ class HostDisk(Host):
         return PartialDownload(self._home.partial_download, stage, say)
 
     def unix_time(self) -> float:
-        return time.time()
+        return CLOCK.unix_s()
+
+    def clock_ahead_s(self) -> float:
+        return CLOCK.ahead_s()
 
     def asleep_s(self) -> float:
         return asleep_s()

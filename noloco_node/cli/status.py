@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import io
 import shutil
-import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
@@ -24,6 +23,7 @@ from rich.table import Table
 
 from noloco_node.cli import options
 from noloco_node.machine.signals import run, run_until_interrupted
+from noloco_node.network.swarm_clock import CLOCK
 from noloco_node.observe.bottleneck import all_waits
 from noloco_node.observe.playback import Keyboard, Playback, Recording, read_journals
 from noloco_node.observe.roster_observer import RosterObserver
@@ -171,7 +171,7 @@ def _said(words: str | None) -> str:
 
 
 def _view(recipe: RunFileText, roster: Roster) -> SwarmView:
-    return RosterObserver(recipe.run, recipe.digest).view(roster, time.time())
+    return RosterObserver(recipe.run, recipe.digest).view(roster, CLOCK.unix_s())
 
 
 class Shown(NamedTuple):
@@ -221,7 +221,7 @@ async def _follow(invite: str, shown: Shown, visitor: Visitor) -> None:
     """Show the swarm of an invite until interrupted."""
     async with visited(invite, visitor) as (_, recipe, membership):
         observer = RosterObserver(recipe.run, recipe.digest)
-        view = observer.view(membership.roster, time.time(), membership.news_age_s)
+        view = observer.view(membership.roster, CLOCK.unix_s(), membership.news_age_s)
         if shown.once:
             _print_view(view, as_json=shown.as_json)
             return
@@ -241,7 +241,7 @@ async def _follow(invite: str, shown: Shown, visitor: Visitor) -> None:
                         if not shown.as_json:
                             live.show(view)  # the terminal may have another size by now
                     seen = membership.roster
-                    view = observer.view(seen, time.time(), membership.news_age_s)
+                    view = observer.view(seen, CLOCK.unix_s(), membership.news_age_s)
 
 
 async def replay(places: Sequence[Path], shown: Shown) -> None:

@@ -204,14 +204,14 @@ def _hops(histories: Sequence[PeerHistory]) -> tuple[HopShare, ...]:
     found = []
     for history in histories:
         receivers = [other for other in histories if other.stage == history.stage + 1 and other.peer is not None]
-        total = sum(history.hops.values())
-        peers = list(dict.fromkeys([*(other.peer or "" for other in receivers), *history.hops]))
+        hops = history.former_hops + Counter(history.hops)
+        peers = list(dict.fromkeys([*(other.peer or "" for other in receivers), *hops]))
         found += [
             HopShare(
                 sender=history.name,
                 receiver=names.get(peer, peer[-8:]),
-                microbatches=history.hops.get(peer, 0),
-                share=history.hops.get(peer, 0) / max(1, total),
+                microbatches=hops[peer],
+                share=hops[peer] / max(1, hops.total()),
                 even=1 / max(1, len(receivers)),
             )
             for peer in peers
@@ -220,11 +220,12 @@ def _hops(histories: Sequence[PeerHistory]) -> tuple[HopShare, ...]:
 
 
 def _bytes(histories: Sequence[PeerHistory]) -> dict[str, ByteTotals]:
-    purposes = sorted({purpose for history in histories for purpose in (*history.sent, *history.received)})
+    ledgers = [history.ledger for history in histories]
+    purposes = sorted({purpose for ledger in ledgers for purpose in (*ledger.sent, *ledger.received)})
     return {
         purpose: ByteTotals(
-            sent=sum(history.sent.get(purpose, 0) for history in histories),
-            received=sum(history.received.get(purpose, 0) for history in histories),
+            sent=sum(ledger.sent[purpose] for ledger in ledgers),
+            received=sum(ledger.received[purpose] for ledger in ledgers),
         )
         for purpose in purposes
     }

@@ -462,6 +462,27 @@ def test_the_name_of_a_file_that_is_no_text_becomes_a_sentence(tmp_path: Path) -
     assert said.encode()
 
 
+def test_a_directory_that_may_be_listed_and_not_entered_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody but its owner may look at a file in it."""
+    (tmp_path / "closed").mkdir()
+    for name in ("open.txt", "closed/a.txt"):
+        (tmp_path / name).write_text("some text")
+    stat = os.stat
+
+    def refused(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if "closed/" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", refused)
+    assert [name for name, _ in find_files(str(tmp_path))] == ["open.txt"]
+    with pytest.raises(UserError, match="no data at") as caught:
+        find_files(str(tmp_path / "closed"))
+    assert "Permission denied" in caught.value.why
+
+
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
 def test_rows_in_a_file_whose_name_is_no_text_are_read(tmp_path: Path, ending: str) -> None:
     """pyarrow takes no such name."""

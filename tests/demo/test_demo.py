@@ -116,6 +116,21 @@ def test_shares_of_hops_are_of_their_sender() -> None:
     assert {hop.even for hop in hops.values()} == {0.5}
 
 
+def test_a_summary_counts_all_lives_of_a_peer() -> None:
+    """A new process counts from zero; a move to another stage begins new totals of next hops alone."""
+    whole = [events.Hops(counts={"Qm1a": 30, "Qm1b": 10}), events.Traffic(sent={"gossip": 70}, received={})]
+    more = [events.Hops(counts={"Qm1b": 40}), events.Traffic(sent={"gossip": 90}, received={"gossip": 5})]
+    moved = events.Moved(origin=0, target=0, why="w")
+    for again, sent in ((started("Qm0a", 0, pid=2), 70 + 90), (started("Qm0a", 0), 90)):
+        lived = of("0a", 0, [*whole, moved, again, *more])
+        summary = summarise([lived, of("1a", 1, []), of("1b", 1, [])])
+        assert {(hop.receiver, hop.microbatches, hop.share) for hop in summary.hops} == {
+            ("1a", 30, 3 / 8),
+            ("1b", 50, 5 / 8),
+        }
+        assert (summary.bytes["gossip"].sent, summary.bytes["gossip"].received) == (sent, 5)
+
+
 def test_a_summary_is_readable_with_and_without_a_verdict() -> None:
     text = "\n".join(lines(summarise(swarm()), SCORES))
     assert "merged model           2.0000         7.39   0.62 of the byte unigram entropy" in text

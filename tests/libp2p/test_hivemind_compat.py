@@ -12,6 +12,7 @@ import importlib
 import inspect
 import logging
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,6 +27,8 @@ from hypothesis import strategies as st
 
 from noloco_node.admission.admission_state import AdmissionState, HeldTicket
 from noloco_node.admission.ticket import MEMBER, Right, encode, encode_list, grant, peer_of, signed_list
+from noloco_node.errors import Exit, UserError
+from noloco_node.libp2p import hivemind_compat
 from noloco_node.libp2p.hivemind_compat import (
     _CALLEE,
     _KNOWN,
@@ -503,6 +506,50 @@ async def test_what_hivemind_asks_by_itself_after_an_answer_is_not_taken_for_a_q
         await asyncio.create_task(nodes.protocol.update_routing_table(id_of(nodes.peers[1]), nodes.peers[1]))
         callees.append(_CALLEE.get())
     assert callees == ["", nodes.peers[1].to_base58()]
+
+
+def test_a_peer_that_we_ping_tells_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, noted, told = some_peer(Random(0)), list[tuple[str, float]](), 1.8e9
+    monkeypatch.setattr(hivemind_compat.CLOCK, "note", lambda *each: noted.append(each))
+    calls = _Authorizer(CallRules(lambda *parts: b"c" * 32, None))
+
+    async def call_ping(_: Any) -> Any:
+        return await calls.validate_response(
+            inside("proto.dht_pb2:PingResponse")(dht_time=told), inside("proto.dht_pb2:PingRequest")()
+        )
+
+    node = DhtNode(SimpleNamespace(protocol=SimpleNamespace(storage=None, call_ping=call_ping)), id_of)
+
+    async def main() -> None:
+        assert await node.ping(peer)
+        await call_ping(peer)  # which hivemind calls by itself
+
+    asyncio.run(main())
+    assert noted == [(peer.to_base58(), told)]
+
+
+def test_a_machine_that_lends_no_lock_of_processes_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """hivemind makes one as it is imported."""
+    load_hivemind()
+
+    class Refusing:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == "hivemind.dht.node":
+                raise PermissionError(13, "Permission denied")
+
+    for name in [each for each in sys.modules if each.split(".")[0] == "hivemind"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Refusing, *sys.meta_path])
+    with pytest.raises(UserError, match="hivemind cannot be loaded") as caught:
+        hivemind_compat._loaded_hivemind.__wrapped__()
+    assert caught.value.code is Exit.STORAGE
+    assert "/dev/shm" in caught.value.hint
+
+
+@pytest.mark.parametrize("module", ["utils.timed_storage", "dht.protocol", "dht.routing", "dht.node"])
+def test_hivemind_goes_by_the_clock_of_the_swarm(module: str) -> None:
+    assert inside(f"{module}:get_dht_time") == hivemind_compat.CLOCK.unix_s
 
 
 @pytest.mark.parametrize("keys", [0, 1, 2, 100])

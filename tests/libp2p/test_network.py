@@ -42,12 +42,14 @@ from noloco_node.libp2p.daemon import (
     remove_stale,
     restart_pause_s,
 )
+from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.reachability import DialBackReply, DialMe
 from noloco_node.libp2p.relays import Grant
 from noloco_node.libp2p.settings import NetworkSettings, Reachability, TimeoutSettings, ensure_identity
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema, TensorSpec
+from noloco_node.network.swarm_clock import CLOCK
 
 pytestmark = pytest.mark.network
 
@@ -387,6 +389,21 @@ async def test_whom_the_dht_has_forgotten_it_meets_again_though_connections_outl
         assert one.statistics()["rejoined"] == 0
         ((_, entry),) = dht_of(one).blacklist.banned_peers.items()
         assert entry.expiration_time - time.time() < 20.0
+
+
+async def test_records_are_found_by_the_time_that_others_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose clock is a year behind them takes part as if it were right."""
+    year_s = 365 * 86400.0
+    monkeypatch.setattr(CLOCK, "_told", {})
+    monkeypatch.setattr(CLOCK, "_offset_s", CLOCK._offset_s)
+    load_hivemind()
+    monkeypatch.setattr(sys.modules["hivemind.dht.protocol"], "get_dht_time", lambda: time.time() + year_s)
+    async with pair() as (one, _, other, _):
+        assert CLOCK.ahead_s() == pytest.approx(-year_s, abs=RECORD_S)
+        assert await other.publish("key", other.peer_id, b"x", RECORD_S)
+        assert await one.read("key") == {other.peer_id: b"x"}
+    monkeypatch.undo()
+    assert abs(CLOCK.ahead_s()) < 1.0
 
 
 async def test_two_parts_of_a_swarm_that_were_cut_apart_find_each_other_though_either_is_complete(

@@ -234,10 +234,12 @@ async def test_who_has_finished_waits_for_nothing() -> None:
     await asyncio.gather(*[peer.task for peer in peers])
 
 
-async def list_as_replica(hub: SimNetwork, what: RunFileText, name: str, stage: int, round: int) -> SimPeerNetwork:
+async def list_as_replica(
+    hub: SimNetwork, what: RunFileText, name: str, stage: int, round: int, progress: float = 0.0
+) -> SimPeerNetwork:
     """Let a stranger claim to be a replica that trains."""
     network = hub.network(name)
-    record = PeerRecord(peer=name, stage=stage, state=PeerState.TRAINING, round=round)
+    record = PeerRecord(peer=name, stage=stage, state=PeerState.TRAINING, round=round, progress=progress)
     await Membership(network, what.digest, what.run.pipeline.stages, refresh_s=200.0).claim(record)
     return network
 
@@ -293,6 +295,24 @@ async def test_a_rejoining_source_goes_on_in_its_text_and_from_its_checkpoint() 
     first, second = peers[1], second
     # What the first session had counted still counts.
     assert second.node.samples >= first.node.samples > 0
+
+
+@pytest.mark.parametrize("claimed", [0.0, 1.0])
+async def test_a_strangers_progress_moves_no_replica_that_returns(claimed: float) -> None:
+    """It is the only other one that is listed: nobody contradicts it."""
+    hub, what = SimNetwork(), recipe(stages=1, replicas=1, steps=60, per_round=3)
+    first = Peer(hub, what, "peer-a", 0)
+    await until(lambda: len(first.of(events.InnerStep)) >= 24)
+    first.leave.set()
+    await first.task
+    hub.kill("peer-a")
+    before = first.of(events.InnerStep)[-1].progress
+    await list_as_replica(hub, what, "peer-liar", 0, first.counters.round, claimed)
+    second = Peer(hub, what, "peer-a", 0, saved=first.saved)
+    await until(lambda: bool(second.of(events.InnerStep)))
+    assert second.of(events.InnerStep)[0].progress == pytest.approx(before, abs=0.1)
+    second.leave.set()
+    await second.task
 
 
 async def test_a_replica_that_has_ended_its_last_round_opens_no_other_in_its_next_life() -> None:

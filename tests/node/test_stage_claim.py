@@ -44,6 +44,7 @@ from noloco_node.sim.world import Watcher, World, simulate
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord
 from pipeline import forward_pass
+from pipeline.hardware.loss_scale import FIRST
 from pipeline.placement import capacities
 from tests.explorer.search import ExploreResult, examine
 
@@ -393,6 +394,18 @@ def test_a_microbatch_is_measured_at_every_stage_of_a_real_model_and_leaves_no_t
         # A step on what was left behind would be a step on nothing.
         assert stage.step(0.1, 1).gradient_norm == 0.0
     assert plan.work[2] > plan.work[0] > 0.0, "the head costs, the embedding hardly"
+
+
+def test_a_measurement_in_float16_is_that_of_usual_passes_and_leaves_the_factor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("noloco_node.machine.device.autocast_dtype", lambda *_: torch.float16)
+    what = recipe(stages=3)
+    plan = model_layout(what.run)
+    for number in range(3):
+        stage = make_stage(what.run, plan, number, torch.device("cpu"))
+        assert measure(stage, number, what.run, plan, lambda: 0.0).kept_bytes > 0
+        assert (stage.statistics()["overflows"], stage._scale.value) == (0, FIRST)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be asked to")

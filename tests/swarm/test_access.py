@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,17 @@ async def test_an_invitation_and_a_name_need_nobody_to_ask(tmp_path: Path) -> No
     await enter(owned, 7, named, Right.LOOK, home_of(5, tmp_path))
     with pytest.raises(UserError, match="does not let us in"):
         await enter(owned, 9, named, MEMBER, home_of(5, tmp_path))
+
+
+@pytest.mark.parametrize("rights", [MEMBER, Right.LOOK])
+async def test_an_invite_that_has_expired_is_said_to_have_expired(rights: Right) -> None:
+    """An owner whose clock is behind hands out such ones."""
+    owned = await opened("invited")
+    link = grant(key(0), owned.digest, MEMBER | Right.ONCE, NOW_S - 1, public(8))
+    with pytest.raises(UserError, match="does not let us in") as caught:
+        await enter(owned, 2, InviteCredential((link,), (8).to_bytes(32)), rights)
+    day = time.strftime("%Y-%m-%d", time.gmtime(NOW_S - 1))
+    assert caught.value.why.startswith(f"the ticket that you have expired on {day}; the bootstrap peer says")
 
 
 async def test_whoever_is_shut_out_is_told_so() -> None:
@@ -427,7 +439,7 @@ def delegate(owned: OwnedRun, directory: Path, monkeypatch: pytest.MonkeyPatch, 
         return function(*arguments)
 
     monkeypatch.setattr(admissions.asyncio, "to_thread", here)
-    monkeypatch.setattr(admissions.time, "time", owned.now_s)
+    monkeypatch.setattr(admissions.CLOCK, "unix_s", owned.now_s)
     home_of(DELEGATE, directory)
     named = IssuedEntry(key=public(PEER).hex(), kind="ticket", until=NOW_S + 200 * DAY_S)
     save_members(directory / "run.toml", MemberList(issued=(named,)))

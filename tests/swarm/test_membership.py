@@ -11,19 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noloco_node.node.health import SKEW_S
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.sim.clock import VirtualLoop
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
 from noloco_node.sim.network.sim_network import SimNetwork, SimPeerNetwork
-from noloco_node.swarm.membership import LIFETIME_S, Membership
+from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord, Roster
-from noloco_node.swarm.shards import Shard
 from noloco_node.swarm.stage_records import (
     CLOCK_S,
     DhtRead,
     Published,
-    StageRecords,
     decode_record,
     encode_record,
     is_doubtful,
@@ -290,38 +287,6 @@ async def test_clocks_that_are_wrong_by_minutes_neither_hide_nor_immortalise_any
     late, _ = await joined(hub, "late")
     await asyncio.sleep(55)
     assert peers(late.roster) == [["late", *names[1:]], []]
-
-
-@given(st.floats(-1000.0, 1000.0))
-@settings(max_examples=15)
-async def test_our_own_skew_is_measured_against_several_peers(error_s: float) -> None:
-    hub, errors_s = SimNetwork(WEATHER), {"a": error_s, "b": 0.0, "c": -3.0, "d": 3.0, "e": 900.0}
-    ours, *_ = [await joined(hub, name, 0, each) for name, each in errors_s.items()]
-    await asyncio.sleep(60)
-    assert ours[0].skew_s == pytest.approx(error_s, abs=12.0)
-
-
-@given(st.lists(st.floats(0.0, 290.0), min_size=2, max_size=2).map(sorted), st.booleans())
-def test_versions_from_before_a_partition_say_nothing_of_our_clock(written_s: list[float], known: bool) -> None:
-    """Where nodes of the DHT hold different versions, several old ones are found in turn."""
-    records, others, now_s = StageRecords("me", 1, LIFETIME_S, 10.0), ("b", "c", "d"), 0.0
-
-    def read(serial: int, at_s: float) -> None:
-        young = encode_record(Published(int(now_s), record("e"), 1e9 + now_s))
-        raws = {peer: encode_record(Published(serial, record(peer), 1e9 + at_s)) for peer in others}
-        found = {0: {"e": young} | (raws if serial else {})}
-        records.take(found, {0: [Shard(0, 0)]}, now_s, 1e9 + now_s, {0: ()}, {0: 10.0})
-        records.compare_clocks()
-        assert abs(records.skew_s or 0.0) < SKEW_S
-
-    if known:
-        read(1, 0.0)
-    while now_s < 400.0:
-        now_s += 10.0
-        read(0, 0.0)
-    for serial, at_s in enumerate(written_s, 2):
-        now_s += 10.0
-        read(serial, at_s)
 
 
 async def test_a_clock_that_is_set_back_a_day_costs_nobody_anything() -> None:

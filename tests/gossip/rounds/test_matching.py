@@ -324,8 +324,20 @@ def test_partners_are_asked_in_order_and_not_before_their_time() -> None:
     assert peer is None
     assert 3.05 <= wait_s <= 3.15
     assert some.next(["a", "b"], wait_s)[0] == "b"
-    some.clear()
+    some.clear(0.0)
     assert some.next(["a", "b"], 0.0) == ("a", 0.0)
+
+
+@given(st.floats(1.0, 1e6), st.lists(st.floats(0.0, 2e6), max_size=6))
+def test_a_partner_is_left_alone_for_as_long_as_was_said_whatever_rounds_open(
+    seconds: float, openings: list[float]
+) -> None:
+    some = prospects()
+    some.leave_alone("a", seconds, 0.0)
+    for now_s in sorted(openings):
+        some.clear(now_s)
+        if now_s < seconds or now_s > seconds + 1.0:
+            assert (now_s < seconds) == (some.next(["a"], now_s)[0] is None)
 
 
 @given(
@@ -339,7 +351,7 @@ def test_estimates_are_believed_until_the_next_round(told_s: float, reason: Decl
     assert peer is None
     assert 0.0 < wait_s <= 20.0
     assert some.next(["a"], 100.2 + told_s) == ("a", 0.0)
-    some.clear()
+    some.clear(100.0)
     assert some.next(["a"], 100.0) == ("a", 0.0)
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -14,6 +14,8 @@ from toy_gossip import ToySettings, at_once
 
 from gossip.exchange.codec import DIFFERENCE, PIECE, Encoded, OwnWeights, Sides, check, encode
 from gossip.exchange.messages import Implausible
+from gossip.exchange.swap import InfluenceBound
+from gossip.interface import Candidate
 from gossip.rounds.outer_optimiser import OuterOptimiser, Rule, Snapshot, Step, take_step
 from gossip.rule.outer_step import EVEN, Delay, Outer, OuterState, Shares, Tensors, shares_by_steps
 from gossip.settings import BLOCK, Format
@@ -265,9 +267,9 @@ async def test_no_computation_asks_for_the_roster() -> None:
     """It runs in another thread than what changes the roster."""
     asked, computes = [], False
 
-    def partners() -> tuple[str, ...]:
+    def partners() -> tuple[Candidate, ...]:
         asked.append(computes)
-        return ("a", "b")
+        return (Candidate("a", 0), Candidate("b", 0))
 
     async def compute(function: Callable[..., T], /, *args: object) -> T:
         nonlocal computes
@@ -287,8 +289,32 @@ async def test_no_computation_asks_for_the_roster() -> None:
         heard = await hear(encoded.coded.wire, snapshot, encoded)
         assert (await bound("a", heard, snapshot)).share == 1.0
     wire = (await one.encode_absolute(snapshot)).coded.wire
-    await one.adopting(wire, snapshot, disowned=False)
+    await one.adopting("a", wire, snapshot, disowned=False)
     assert asked == [False] * 3
+
+
+@pytest.mark.parametrize(("listed", "only"), [((), True), (("a",), True), (("b",), False), (("a", "b"), False)])
+async def test_a_partner_is_the_only_one_where_no_other_is_listed(listed: tuple[str, ...], only: bool) -> None:
+    """One that lists itself nowhere would else be bounded as an only partner is, beside the one that is listed."""
+    found = list[bool]()
+
+    class Bound(InfluenceBound):
+        def share(self, *told: Any, only: bool, **named: Any) -> float:
+            found.append(only)
+            return super().share(*told, only=only, **named)
+
+        def check_adopted(self, *told: Any, only: bool) -> None:
+            found.append(only)
+
+    partners = tuple(Candidate(each, 0) for each in listed)
+    state = OuterState(draw(1, 1))
+    one = OuterOptimiser(SETTINGS, state, Held(), at_once, seed=1, partners=lambda: partners)  # type: ignore[arg-type]
+    one._fast_bound = Bound()
+    snapshot = await one.snapshot(0)
+    mine = await one.encode_fast(snapshot, ())
+    await one.bound_fast("a", await one.hear_fast(mine.coded.wire, snapshot, mine), snapshot)
+    await one.adopting("a", (await one.encode_absolute(snapshot)).coded.wire, snapshot, disowned=False)
+    assert found == [only, only]
 
 
 async def test_a_step_is_taken_in_the_memory_that_is_there() -> None:

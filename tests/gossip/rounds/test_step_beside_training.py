@@ -285,7 +285,7 @@ async def test_adopted_weights_replace_ours_beside_the_training(step_s: float, s
     theirs = torch.tensor([1.0, -2.0, 3.0, 4.0])
     snapshot = await optimiser.snapshot(0)
     wire = encode(absolute(codec), OwnWeights((theirs,))).coded.wire
-    step = await optimiser.adopting(wire, snapshot, disowned=True)
+    step = await optimiser.adopting("b", wire, snapshot, disowned=True)
     taking = asyncio.create_task(optimiser.take(step))
     for _ in range(steps):
         await asyncio.sleep(1.0)
