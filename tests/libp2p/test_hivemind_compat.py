@@ -326,7 +326,7 @@ async def test_a_node_that_starts_while_we_join_is_asked_again(wait_s: int, sile
         asked[peer] += 1
         return asked[peer] > silences[doors.index(peer)]
 
-    nodes.node.ping = ping  # type: ignore[method-assign]
+    nodes.node.ping = ping
     assert await nodes.node.join(doors, wait_s + 0.5) == any(each <= wait_s for each in silences)
 
 
@@ -835,7 +835,6 @@ async def test_an_answer_to_a_call_that_is_given_up_in_this_moment_ends_no_other
     assert not line.reader.done()
     assert other.result() == b"an answer"
     assert not line.control._pending_calls
-    line.reader.cancel()
 
 
 @pytest.mark.parametrize("topic", ["topic", "another"])
@@ -856,4 +855,3 @@ async def test_no_caller_that_gives_up_leaves_anything_behind(steps: int, topic:
         await asyncio.sleep(0)
     assert not line.control._handler_tasks
     assert not line.reader.done()
-    line.reader.cancel()
