@@ -153,7 +153,7 @@ class Caller(NamedTuple):
 def calls(hook: BanHook, peer: str, origin: str) -> ExitStack:
     """Return the conversation with a caller while it is answered."""
     answered = ExitStack()
-    answered.enter_context(hook.answering(Caller(peer, origin), "talk"))  # type: ignore[arg-type]
+    answered.enter_context(hook.answering(Caller(peer, origin), "talk"))
     return answered
 
 

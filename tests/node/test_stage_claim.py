@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from memory_swarms import recipe
+from user_errors import user_error
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
@@ -44,6 +45,7 @@ from noloco_node.sim.world import Watcher, World, simulate
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord
 from pipeline import forward_pass
+from pipeline.hardware.loss_scale import FIRST
 from pipeline.placement import capacities
 from tests.explorer.search import ExploreResult, examine
 
@@ -160,7 +162,7 @@ async def test_a_replica_that_goes_elsewhere_claims_what_its_device_or_its_line_
     """From stage 2 to stage 0, where it has half the work and computes a third more; its speed is unknown at first."""
     mover = Seeker(SimNetwork(), "mover")
     mover.context.host.passes = [4.0, 3.5, 3.0]
-    mover.context.host.line_s = lambda stage: 0.1  # type: ignore[method-assign] # of a slow line
+    mover.context.host.line_s = lambda stage: 0.1  # of a slow line
     watcher = MigrationWatcher(mover.context, 2, 0, lambda: 0.0, set(), tuple)
     await watcher.take_place(0, device_s)
     await mover.membership.peek()
@@ -266,9 +268,8 @@ async def test_a_stage_that_the_owner_names_is_measured_too(monkeypatch: pytest.
     monkeypatch.setattr(stage_claim, "measure", lambda *_: StageBenchmark(0.6, 100))
     hub = SimNetwork()
     small, large = Seeker(hub, "small", free=379, wish=2), Seeker(hub, "large", free=380, wish=2)
-    with pytest.raises(UserError, match="Stage 2 does not fit") as refusal:
+    with user_error(Exit.DEVICE, "Stage 2 does not fit") as refusal:
         await small.claim()
-    assert refusal.value.code is Exit.DEVICE
     assert "stage 2 wants 380 B" in refusal.value.why
     assert small.built == [2]
     place = await large.claim()
@@ -301,9 +302,8 @@ async def test_memory_that_runs_out_in_the_measurement_is_an_error_that_a_person
         raise MemoryError("CUDA out of memory")
 
     monkeypatch.setattr(stage_claim, "measure", measure)
-    with pytest.raises(UserError, match="does not fit in memory here") as refusal:
+    with user_error(Exit.DEVICE, "does not fit in memory here") as refusal:
         await Seeker(SimNetwork(), "a", free=1000, wish=wish).claim()
-    assert refusal.value.code is Exit.DEVICE
     assert "CUDA out of memory" in refusal.value.why
 
 
@@ -312,7 +312,7 @@ async def test_a_stage_must_fit_main_memory_too_where_the_device_has_its_own() -
     poor, poorest = Seeker(hub, "poor", free=1000), Seeker(hub, "poorest", free=1000)
     for seeker, beside in ((poor, [40, 60, 70]), (poorest, [60, 70, 80])):
         seeker.context.host.beside_bytes[:] = beside
-        seeker.context.host.free_beside_bytes = lambda _=0: 55  # type: ignore[method-assign]
+        seeker.context.host.free_beside_bytes = lambda _=0: 55
     place = await poor.claim()
     with pytest.raises(UserError) as refusal:
         await poorest.claim()
@@ -335,9 +335,8 @@ async def test_an_owners_wish_is_taken_at_once_and_a_wrong_one_refused() -> None
     hub = SimNetwork()
     await Seeker(hub, "a").serve(1, 0.5)
     told = Seeker(hub, "told", wish=1)
-    with pytest.raises(UserError, match="no stage 3") as trouble:
+    with user_error(Exit.USAGE, "no stage 3"):
         await Seeker(hub, "wrong", wish=3).claim()
-    assert trouble.value.code is Exit.USAGE
     place = await told.claim(0)
     assert (place, told.built) == (ClaimedStage(1), [])
 
@@ -353,13 +352,12 @@ async def test_without_the_dht_a_newcomer_gives_up_and_whoever_moves_waits() -> 
             found = await read_all(keys)
             return [None if next(left, None) is not None else each for each in found]
 
-        network.read_all = lost  # type: ignore[method-assign]
+        network.read_all = lost
 
     new, mover = Seeker(hub, "new"), Seeker(hub, "mover", wish=1)
     deaf(new, 10**6)
-    with pytest.raises(UserError, match="Nobody could tell") as trouble:
+    with user_error(Exit.UNREACHABLE, "Nobody could tell"):
         await new.claim()
-    assert trouble.value.code is Exit.UNREACHABLE
     await mover.serve(0, 0.5)
     deaf(mover, 40)
     place = await mover.claim()
@@ -393,6 +391,18 @@ def test_a_microbatch_is_measured_at_every_stage_of_a_real_model_and_leaves_no_t
         # A step on what was left behind would be a step on nothing.
         assert stage.step(0.1, 1).gradient_norm == 0.0
     assert plan.work[2] > plan.work[0] > 0.0, "the head costs, the embedding hardly"
+
+
+def test_a_measurement_in_float16_is_that_of_usual_passes_and_leaves_the_factor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("noloco_node.machine.device.autocast_dtype", lambda *_: torch.float16)
+    what = recipe(stages=3)
+    plan = model_layout(what.run)
+    for number in range(3):
+        stage = make_stage(what.run, plan, number, torch.device("cpu"))
+        assert measure(stage, number, what.run, plan, lambda: 0.0).kept_bytes > 0
+        assert (stage.statistics()["overflows"], stage._scale.value) == (0, FIRST)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be asked to")
@@ -492,7 +502,6 @@ def test_a_starved_stage_gets_a_replica_of_the_other_and_training_goes_on() -> N
 
 def drawn(peer: SimulatedPeer) -> int:
     """Return how many microbatches a peer has drawn from its text, in any of its assignments."""
-    assert peer.session.node is not None
     text = peer.session.node._services.work.text
     return 0 if text is None else int(text.position()["drawn"])
 

@@ -42,7 +42,7 @@ def staged() -> Upload:
     found = Upload(CPU)
     for _ in range(2):
         near = torch.zeros(upload.PART)
-        found._places.append(upload._Place(torch.zeros(upload.PART), near, Taken(near)))  # type: ignore[arg-type]
+        found._places.append(upload._Place(torch.zeros(upload.PART), near, Taken(near)))
     return found
 
 

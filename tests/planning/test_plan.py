@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from user_errors import user_error
 
 from gossip.rounds.matching import steps_per_round
 from noloco_node.errors import Exit, UserError
@@ -307,10 +308,9 @@ def test_check_says_what_would_help() -> None:
     ],
 )
 def test_a_model_that_does_not_fit_is_refused(architecture: str, change: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError) as caught:
+    with user_error(Exit.CONFIG) as caught:
         plan(run_with(architecture, {**LLAMA, **change}))
     assert says in str(caught.value)
-    assert caught.value.code == Exit.CONFIG
 
 
 def test_a_family_that_cannot_be_cut_is_refused() -> None:

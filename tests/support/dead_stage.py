@@ -18,12 +18,6 @@ async def killed(hub: SimNetwork, peers: list[Peer]) -> None:
     await asyncio.wait([peer.task for peer in peers])
 
 
-async def over(peers: list[Peer]) -> None:
-    for peer in peers:
-        peer.leave.set()
-    await asyncio.gather(*[peer.task for peer in peers])
-
-
 def forgotten(watcher: Peer, stage: int) -> bool:
     return not watcher.node.roster.stage(stage)
 

@@ -33,7 +33,7 @@ class Held:
         return self._prompts
 
     async def best_loss(self) -> float | None:
-        return min((each.counters.held_out_loss for each in self.kept), default=None)  # type: ignore[attr-defined]
+        return min((each.counters.held_out_loss for each in self.kept), default=None)
 
     async def keep(self, evaluated: Checkpoint) -> None:
         if self.full:

@@ -129,7 +129,6 @@ def test_a_home_is_written_as_it_was(tmp_path: Path) -> None:
 
 def test_a_home_of_then_is_opened(home: Path) -> None:
     holder = product.holder(home)
-    assert holder is not None
     assert holder.pid == 4242
     with product.Home.open(home) as opened:
         opened.keep_run_file(opened.run_file.read_text())

@@ -272,7 +272,7 @@ def test_peers_of_two_versions_on_one_bridge_say_which_is_older(image: str, tmp_
         for each, container in ((image, f"{name}-old"), (name, f"{name}-new")):
             shell = ("--network", name, "--workdir", "/tmp", "--entrypoint", "sh")
             run("docker", "run", "-d", "--name", container, *shell, each, "-c", host)
-            until(lambda c=container: "to join from" in said(c), "the invite")  # type: ignore[misc]
+            until(lambda c=container: "to join from" in said(c), "the invite")
             invites[each] = next(line for line in said(container).splitlines() if line.startswith("noloco"))
         assert invites[name].startswith("noloco99:")
 

@@ -164,7 +164,6 @@ class Strikes:
 
 def weights_are_finite(peer: SimulatedPeer) -> bool:
     node, stage = peer.session.node, peer.session.stage
-    assert node is not None
     assert node.replica is not None
     assert stage is not None
     state = node.replica.rounds.state

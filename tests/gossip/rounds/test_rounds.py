@@ -2,7 +2,9 @@
 
 import asyncio
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -330,6 +332,45 @@ def test_a_silent_partner_costs_only_the_deadline(settings: ToySettings, kind: t
         assert toy.idle_s < 1e-6
     if kind is not Acknowledge:
         assert silent.met == []
+
+
+@both_forms
+@pytest.mark.parametrize("holds", ["answers", "meetings", "meetings that it asks for"])
+async def test_a_peer_that_holds_others_up_takes_a_tenth_of_their_time(settings: ToySettings, holds: str) -> None:
+    """It is there and takes each call; and then it does not answer, or never says what a meeting begins with."""
+    world, held = World(), list[str]()
+    patience = RoundTimeouts(answer_s=30.0, exchange_s=100.0)
+    honest = [Toy(world, name, replace(settings, inner_steps_per_round=10, patience=patience)) for name in "abcd"]
+    Toy(world, "holder", settings)
+
+    async def hold(line: Line, accepts: bool) -> None:
+        message = await line.receive()
+        if accepts:
+            await line.send(Accept(round=message.round))
+        if not isinstance(message, Decline):
+            held.append(line.peer)
+            while True:
+                await line.receive()
+
+    async def ask_again_and_again(peer: str) -> None:
+        while True:
+            with suppress(ConnectionError):
+                async with world.conversing("holder")(peer) as line:
+                    await line.send(Propose(round=1))
+                    await hold(line, accepts=False)
+            await asyncio.sleep(1.0)
+
+    world.answerers["holder"] = partial(hold, accepts=holds != "answers")
+    asks = holds == "meetings that it asks for"
+    asking = [asyncio.create_task(ask_again_and_again(toy.name)) for toy in honest if asks]
+    try:
+        await live(honest, 1100)
+    finally:
+        for task in asking:
+            task.cancel()
+    for toy in honest:
+        assert 1 <= held.count(toy.name) <= (4 if holds == "answers" else 2)
+        assert len(toy.met) >= 80, "of 110 rounds"
 
 
 @both_forms

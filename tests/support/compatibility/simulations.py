@@ -108,7 +108,7 @@ def _surround(world: product.World, budgets: dict[str, product.Allowance], topic
         spending.extend(asyncio.create_task(valve.admit(SAVED_UP_BYTES)) for valve in (limits.up, limits.down))
         return product.HookedNetwork(around, limits)
 
-    world.network.network = surrounded  # type: ignore[method-assign]
+    world.network.network = surrounded
 
 
 def _weights(world: product.World) -> dict[str, list[float]]:
