@@ -221,7 +221,7 @@ def test_a_directory_is_held_by_one_process_at_once_and_kept_if_something_is_lef
     beside = tmp_path / "new" / ".model.parts"
     for _ in range(2):
         with atomic_file.held(beside, tmp_path / "model"):
-            with pytest.raises(UserError, match="Another process is writing"), atomic_file.held(beside, tmp_path):
+            with user_error(Exit.USAGE, "Another process is writing"), atomic_file.held(beside, tmp_path):
                 pass
             if left:
                 (beside / "a part").touch()
