@@ -21,6 +21,7 @@ from noloco_node.errors import Exit, UserError, reason_of, storage_error
 from noloco_node.libp2p.settings import ensure_identity
 from noloco_node.machine.memory import free_bytes, machine_free_bytes, usable_bytes, wanted_bytes
 from noloco_node.machine.system import allow_files, allowed_files
+from noloco_node.storage.atomic_file import SPARE_BYTES
 from noloco_node.storage.checkpoint import KEPT, files
 from noloco_node.storage.home import HomePaths, RunPaths, typed
 from noloco_node.terminal import say
@@ -129,7 +130,7 @@ def judge_disk(free: int | None, needs: Mapping[int, int], home: Path) -> Findin
     if free is None:
         return fail("disk", f"{home} cannot be looked at", "give a directory of yours with --home")
     if needs or free >= LITTLE_DISK_BYTES:
-        wanted = {stage: DISK_ROOM * size for stage, size in needs.items()}
+        wanted = {stage: DISK_ROOM * size + SPARE_BYTES for stage, size in needs.items()}
         return _against("disk", free, wanted, f"free some space at {home}, or give another --home")
     judge = warn if free >= NO_DISK_BYTES else fail
     return judge("disk", f"{format_bytes(free)} free at {home}", "free some space, or give another --home")

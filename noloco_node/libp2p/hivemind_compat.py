@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, Protocol
 
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.ticket import Right
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit, UserError, reason_of, storage_error
 from noloco_node.libp2p.node_search import MOST_NAMED, NodeSearch
 from noloco_node.libp2p.short_answers import MOST_VERSIONS, Version, names, record_count, restored, shortened
 from noloco_node.network.swarm_clock import CLOCK
@@ -631,14 +631,20 @@ def _loaded_hivemind() -> HivemindParts:
         _enter_shell("hivemind", root, {})
         _enter_shell("hivemind.utils", f"{root}/utils", {name: f"hivemind.utils.{m}" for name, m in utils.items()})
         _enter_shell("hivemind.dht", f"{root}/dht", {})
-    from hivemind.dht.node import DHTNode
-    from hivemind.dht.routing import DHTID
-    from hivemind.p2p.p2p_daemon import P2P
-    from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
-    from hivemind.proto import p2pd_pb2
-    from hivemind.utils.logging import use_hivemind_log_handler
-    from hivemind.utils.multiaddr import Multiaddr
-
+    try:  # it makes a lock of processes, which we do not use
+        from hivemind.dht.node import DHTNode
+        from hivemind.dht.routing import DHTID
+        from hivemind.p2p.p2p_daemon import P2P
+        from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
+        from hivemind.proto import p2pd_pb2
+        from hivemind.utils.logging import use_hivemind_log_handler
+        from hivemind.utils.multiaddr import Multiaddr
+    except OSError as error:
+        raise storage_error(
+            "The package hivemind cannot be loaded.",
+            why=f"{reason_of(error)}, as where /dev/shm is missing or not to be written",
+            hint="mount /dev/shm, and let every user write there (mode 1777)",
+        ) from None
     for module in ("utils.timed_storage", "dht.protocol", "dht.routing", "dht.node"):
         vars(importlib.import_module(f"hivemind.{module}"))["get_dht_time"] = CLOCK.unix_s
     use_hivemind_log_handler("nowhere")

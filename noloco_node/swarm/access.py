@@ -6,6 +6,7 @@ A run without an owner lets in every peer that has an invite. In a run with an o
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -15,7 +16,15 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_hook import MOST_TRIES, AdmissionHook
-from noloco_node.admission.admission_state import EXPIRED, AdmissionState, HeldTicket, no_ticket, not_admitted, told
+from noloco_node.admission.admission_state import (
+    EXPIRED,
+    AdmissionState,
+    HeldTicket,
+    no_ticket,
+    not_admitted,
+    told,
+    until_of,
+)
 from noloco_node.admission.owner_files import key_file, load_key
 from noloco_node.admission.ticket import LOOK_S, TICKET_BYTES, InviteCredential, Right, decode, key_of, read_key
 from noloco_node.admission.ticket_service import LOOK_BITS, TicketReply, TicketRequest, TicketSigner, work
@@ -37,6 +46,7 @@ from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.run_distribution import RunFileText, fetch
 from noloco_node.tasks import background
 from noloco_node.terminal import say
+from noloco_node.units import LATEST_UNIX_S
 
 SHARDS_SEEN = 8
 """Shards of a large stage that a visitor reads: two standard errors of its size are 7 to 18 %."""
@@ -196,7 +206,10 @@ class RunAccess:
                 continue
             refusals.append(reply.refusal or objection)
         if refusals:
-            raise not_admitted(told(refusals))
+            ends = max(map(until_of, self._own_tickets(me)), default=LATEST_UNIX_S)
+            is_over = ends <= self._unix_time()
+            over = [f"the ticket that you have expired on {time.strftime('%Y-%m-%d', time.gmtime(ends))}"] * is_over
+            raise not_admitted("; ".join([*over, told(refusals)]))
         raise no_ticket("; ".join(silences) or "the invite names nobody to ask")
 
     async def _work(self, me: str) -> int:

@@ -1,7 +1,5 @@
 """A foreign module does for a node what a stage does, and its program notices nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from pathlib import Path
@@ -31,7 +29,7 @@ def stage_of(module: nn.Module) -> ForeignStage:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_lie_one_behind_the_other_whatever_the_strides_of_the_program(dtype: torch.dtype) -> None:
-    module = nn.Conv2d(2, 3, 3, dtype=dtype).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    module = nn.Conv2d(2, 3, 3, dtype=dtype).to(memory_format=torch.channels_last)
     module.scale = nn.Parameter(torch.tensor(2.0, dtype=dtype))
     stage = stage_of(module)
     for copies in (stage.weights(), stage.weights(stage.weights()), stage.current_weights()):

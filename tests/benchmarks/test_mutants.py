@@ -93,7 +93,7 @@ def test_a_function_notes_its_statements_and_does_what_it_did() -> None:
         "            raise ValueError\n    except ValueError:\n        return -1\n\ndef g(n):\n    return n\n"
     )
     seen: list[int] = []
-    names: dict[str, Callable[[int], int]] = {"note": seen.append}  # type: ignore[dict-item]
+    names: dict[str, Callable[[int], int]] = {"note": seen.append}
     exec(noting(text, lambda number: f"note({number})"), names)
     assert (names["f"](2), seen, names["f"].__doc__) == (2, [3, 4, 5, 12], "doc")
     seen.clear()

@@ -30,6 +30,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import ByT5Tokenizer
+from user_errors import user_error
 
 from noloco_node.data import dataset_documents
 from noloco_node.data.blocks import Blocks, _documents, open_blocks
@@ -411,9 +412,8 @@ def test_a_file_without_a_row_asks_for_another_file_and_no_other_field(tmp_path:
 def test_text_that_may_not_be_read_is_not_said_to_be_missing(tmp_path: Path) -> None:
     around = tmp_path / "around"
     around.symlink_to(around)  # the system refuses it, also to root
-    with pytest.raises(UserError) as caught:
+    with user_error(Exit.CONFIG) as caught:
         find_files(str(around))
-    assert caught.value.code is Exit.CONFIG
     assert str(around) in caught.value.why
     assert "symbolic links" in caught.value.why
     with pytest.raises(UserError, match="There is no data at"):
@@ -535,10 +535,9 @@ def test_a_local_tokenizer_and_its_end_token(corpus: Path, tmp_path: Path) -> No
     ],
 )
 def test_what_is_not_there_is_one_clear_message(corpus: Path, change: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError) as caught:
+    with user_error(Exit.CONFIG) as caught:
         open_blocks(config(corpus, **change), 16, 0, "p").next_batch(1)
     assert says in str(caught.value)
-    assert caught.value.code == Exit.CONFIG
 
 
 @pytest.mark.parametrize(
@@ -557,7 +556,7 @@ def test_what_is_not_there_is_one_clear_message(corpus: Path, change: dict[str, 
 def test_data_without_text_is_one_clear_message(tmp_path: Path, name: str, content: bytes, says: str) -> None:
     (tmp_path / name).write_bytes(content)
     source = {"jsonl": "json", "gz": "json", "parquet": "parquet", "txt": "text"}[name.split(".")[-1]]
-    data = DataConfig(source=source, path=str(tmp_path / name), validation_percent=0.0)  # type: ignore[arg-type]
+    data = DataConfig(source=source, path=str(tmp_path / name), validation_percent=0.0)
     with pytest.raises(UserError) as caught:
         open_blocks(data, 16, 0, "p").next_batch(1)
     assert says in str(caught.value)
@@ -624,10 +623,9 @@ def test_a_network_that_stays_away_is_given_up_in_the_end(corpus: Path, monkeypa
         calls.append(1)
         raise TimeoutError("no answer")
 
-    with pytest.raises(UserError, match="TimeoutError: no answer") as caught:
+    with user_error(Exit.UNREACHABLE, "TimeoutError: no answer") as caught:
         RowDocuments(config(corpus, "json"), ReadingOrder("train", 0, "p", True), load)
     assert len(calls) == 1, "the person who starts a node waits for it"
-    assert caught.value.code is Exit.UNREACHABLE
     assert caught.value.code not in NEEDS_A_PERSON, "a service tries again"
 
 
@@ -727,9 +725,8 @@ def test_a_source_that_is_not_here_is_refused_before_anything_begins(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError) as trouble:
+    with user_error(Exit.CONFIG):
         check_source(source)
-    assert trouble.value.code is Exit.CONFIG
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "a+b.txt").write_text("a")
     each = ("rows.jsonl", "text:rows.*", "json:rows.jsonl", "rows.jsonl#chat", "stdlib", f"hub:owner/name@{'a' * 40}")

@@ -1,7 +1,5 @@
 """Which peer evaluates, and what an evaluation in a pause does."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import Counter
@@ -303,7 +301,7 @@ async def test_an_evaluation_counts_whose_weights_cannot_be_kept(trouble: Except
     async def fail(*_: object) -> None:
         raise trouble
 
-    held.best_loss = fail  # type: ignore[method-assign]
+    held.best_loss = fail
     told, event = await trial.pauses(4, 4)
     assert isinstance(told, events.Noticed)
     assert isinstance(event, events.Evaluated)
@@ -379,7 +377,7 @@ async def test_a_later_stage_stays_until_the_final_weights_are_evaluated() -> No
         records = [source(PeerState.TRAINING, made(2, 8))]
         loop.call_later(20.0, records.__setitem__, 0, last)
         begun_s = loop.time()
-        await last_evaluation(lambda records=records: Roster(stages=(tuple(records),)), every)  # type: ignore[misc]
+        await last_evaluation(lambda records=records: Roster(stages=(tuple(records),)), every)
         assert loop.time() - begun_s == pytest.approx(ends_s, abs=2 * LOOK_S)
 
 

@@ -1,7 +1,5 @@
 """An export from a swarm: one that was interrupted goes on, and a stage that died comes from a snapshot."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math
@@ -15,10 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from dead_stage import forgotten, killed, over, seen
+from dead_stage import forgotten, killed, seen
 from hypothesis import given
 from hypothesis import strategies as st
-from memory_swarms import Memory, Peer, recipe, until
+from memory_swarms import Memory, Peer, asked_to_leave, recipe, until
 from state_copies import SHAPES, of_parts, same_tensors, state
 from torch import Tensor
 from toy_gossip import at_once
@@ -62,7 +60,7 @@ def drawn(stage: int, seed: int) -> tuple[Tensor, ...]:
 
 def of_state(slow: tuple[Tensor, ...], round: int, progress: float) -> ReplicaState:
     counters = {"round": round, "inner_steps": 3 * round, "progress": progress, "optimiser_steps": 0}
-    return ReplicaState(slow=slow, momentum=(), optimiser=(), **counters)  # type: ignore[arg-type]
+    return ReplicaState(slow=slow, momentum=(), optimiser=(), **counters)
 
 
 class Interrupted(Exception):
@@ -598,4 +596,4 @@ async def test_a_stage_of_a_whole_swarm_that_died_is_taken_home(tmp_path: Path) 
     assert (found[0].kept_by, found[1].kept_by) == (None, "keeper")
     assert same_tensors(tuple(found[1].weights.values()), store.kept[1][-1].tensors["slow"])
     assert found[1].taken[0].round == store.kept[1][-1].counters.round
-    await over([keeper, rest[0]])
+    await asked_to_leave(keeper, rest[0])

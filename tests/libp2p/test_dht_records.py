@@ -1,7 +1,5 @@
 """Signed records: whose they are, what a stranger may store, and what a reader believes of an answer."""
 
-from __future__ import annotations
-
 import asyncio
 import struct
 import sys
@@ -284,8 +282,6 @@ def test_a_forged_record_is_neither_stored_by_others_nor_believed() -> None:
         async with Libp2pNetwork.open(alone) as one:
             joining = msgspec.structs.replace(alone, bootstrap=tuple(await one.addresses()))
             async with Libp2pNetwork.open(joining) as forger:
-                assert forger._joined is not None
-                assert forger._joined.records._node is not None
                 node = forger._joined.records._node._node
                 assert await one.publish(KEY, one.peer_id, b"true", RECORD_S)
                 assert await forger.publish(KEY, forger.peer_id, b"also true", RECORD_S)
@@ -313,7 +309,6 @@ async def flooded() -> AsyncIterator[tuple[Libp2pNetwork, DhtNode, Any, Libp2pNe
     async with asyncio.timeout(LAST_RESORT_S), Libp2pNetwork.open(alone) as one:
         joining = msgspec.structs.replace(alone, bootstrap=tuple(await one.addresses()))
         async with Libp2pNetwork.open(joining) as flooder, Libp2pNetwork.open(joining) as other:
-            assert flooder._joined is not None
             assert flooder._joined.records._node is not None
             yield one, flooder._joined.records._node, load_hivemind().PeerID.from_base58(one.peer_id), other
 

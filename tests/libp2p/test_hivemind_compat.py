@@ -3,8 +3,6 @@
 The classes are looked at after all of hivemind's modules in use were loaded as a node loads them; no daemon is started.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib
@@ -12,6 +10,7 @@ import importlib
 import inspect
 import logging
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from hypothesis import strategies as st
 
 from noloco_node.admission.admission_state import AdmissionState, HeldTicket
 from noloco_node.admission.ticket import MEMBER, Right, encode, encode_list, grant, peer_of, signed_list
+from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import hivemind_compat
 from noloco_node.libp2p.hivemind_compat import (
     _CALLEE,
@@ -324,7 +324,7 @@ async def test_a_node_that_starts_while_we_join_is_asked_again(wait_s: int, sile
         asked[peer] += 1
         return asked[peer] > silences[doors.index(peer)]
 
-    nodes.node.ping = ping  # type: ignore[method-assign]
+    nodes.node.ping = ping
     assert await nodes.node.join(doors, wait_s + 0.5) == any(each <= wait_s for each in silences)
 
 
@@ -524,6 +524,25 @@ def test_a_peer_that_we_ping_tells_the_time(monkeypatch: pytest.MonkeyPatch) -> 
 
     asyncio.run(main())
     assert noted == [(peer.to_base58(), told)]
+
+
+def test_a_machine_that_lends_no_lock_of_processes_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """hivemind makes one as it is imported."""
+    load_hivemind()
+
+    class Refusing:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == "hivemind.dht.node":
+                raise PermissionError(13, "Permission denied")
+
+    for name in [each for each in sys.modules if each.split(".")[0] == "hivemind"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Refusing, *sys.meta_path])
+    with pytest.raises(UserError, match="hivemind cannot be loaded") as caught:
+        hivemind_compat._loaded_hivemind.__wrapped__()
+    assert caught.value.code is Exit.STORAGE
+    assert "/dev/shm" in caught.value.hint
 
 
 @pytest.mark.parametrize("module", ["utils.timed_storage", "dht.protocol", "dht.routing", "dht.node"])
@@ -814,7 +833,6 @@ async def test_an_answer_to_a_call_that_is_given_up_in_this_moment_ends_no_other
     assert not line.reader.done()
     assert other.result() == b"an answer"
     assert not line.control._pending_calls
-    line.reader.cancel()
 
 
 @pytest.mark.parametrize("topic", ["topic", "another"])
@@ -835,4 +853,3 @@ async def test_no_caller_that_gives_up_leaves_anything_behind(steps: int, topic:
         await asyncio.sleep(0)
     assert not line.control._handler_tasks
     assert not line.reader.done()
-    line.reader.cancel()

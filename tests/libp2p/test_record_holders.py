@@ -1,7 +1,5 @@
 """Holders of records: readers find all living peers though nodes die, lie or come, and mostly ask one node."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
@@ -201,7 +199,7 @@ def test_a_nearer_node_that_is_named_takes_its_place_once_it_answers(named: set[
     nearer = [name for name in nearer if name < "j"][:WRITTEN]
     first, *rest = holders.next_reading(2.0)
     assert first == ["g", *nearer]
-    assert sorted(peer for group in rest for peer in group) == ["d", *known[2:]]  # type: ignore[comparison-overlap]
+    assert sorted(peer for group in rest for peer in group) == ["d", *known[2:]]
     assert holders.next_writing(2.0)[0] == sorted([*known, *nearer])
     for name in peers_of("".join(nearer)):
         if answers:
@@ -221,7 +219,7 @@ def test_nodes_that_stay_do_not_become_the_only_ones_as_others_go() -> None:
         holders.note_silence(name, 1.0)
     holders.next_reading(2.0)
     holders.note_named(*peers_of("a"), peers_of("xyz"), 2.0)
-    assert holders.next_reading(3.0)[0][1:] == ["x", "y", "z"]  # type: ignore[comparison-overlap]
+    assert holders.next_reading(3.0)[0][1:] == ["x", "y", "z"]
     for name in peers_of("xy"):
         holders.note_answer(name)
     assert len(holders.order(4.0)) == SEARCHED

@@ -1,8 +1,5 @@
 """A run that goes on from a checkpoint: its weights come from whoever has them, and newcomers wait where nobody has."""
 
-from __future__ import annotations
-
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +7,7 @@ import pytest
 import torch
 from admission_keys import NOW_S, OWNER, admitted, key, public
 from continued_runs import ADAPTER, Continued
-from memory_swarms import Peer, until
+from memory_swarms import Peer, asked_to_leave, until
 from toy_gossip import at_once
 
 from noloco_node.admission.admission_state import AdmissionState
@@ -47,9 +44,7 @@ def begins_with_the_checkpoint(made: Continued, peer: Peer, stage: int) -> bool:
 
 
 async def leave(*peers: Peer) -> None:
-    for peer in peers:
-        peer.leave.set()
-    await asyncio.gather(*[peer.task for peer in peers])
+    await asked_to_leave(*peers)
 
 
 @BOTH

@@ -1,7 +1,5 @@
 """What a page is told of a swarm: bounded, plain, and complete."""
 
-from __future__ import annotations
-
 import json
 
 import msgspec
@@ -69,7 +67,6 @@ def test_a_frame_says_where_a_recording_is() -> None:
     playback = Playback(0.0, 100.0)
     playback.press("0.25")
     frame = page_frame(view_of(2, 2), playback.state())
-    assert frame.playback is not None
     assert (frame.playback.at_s, frame.playback.whole_s, frame.virtual) == (25.0, 100.0, False)
 
 

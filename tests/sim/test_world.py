@@ -1,7 +1,5 @@
 """A world of production nodes: faults strike when they should, and peers come back with what was on their disk."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
@@ -92,10 +90,10 @@ def test_a_crash_takes_effect_and_a_restart_goes_on_from_the_disk() -> None:
 def test_evaluations_of_a_simulated_pipeline_fall_with_its_training() -> None:
     record, _ = seen("evaluate_every_rounds = 2\n", rounds=16)
     made = [event for name in ("s0r0", "s0r1") for _, event in record.of(name, events.Evaluated)]
-    losses = [event.loss for event in sorted(made, key=lambda event: event.number)]  # type: ignore[attr-defined]
+    losses = [event.loss for event in sorted(made, key=lambda event: event.number)]
     assert len(losses) >= 7
     assert losses[-1] < 0.5 * losses[0]
-    trained = [event.loss for _, event in record.of("s0r0", events.InnerStep)]  # type: ignore[attr-defined]
+    trained = [event.loss for _, event in record.of("s0r0", events.InnerStep)]
     assert losses[-1] == pytest.approx(trained[-1], rel=0.3)
     said = [line for name in ("s0r0", "s0r1") for line in record.world.peers[name].session.said]
     assert sum("of the final weights" in line for line in said) == 1

@@ -1,7 +1,5 @@
 """The weights that a run starts from travel from whoever has them, and lies are noticed."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -272,7 +270,6 @@ async def test_a_disk_that_refuses_ends_it_with_a_sentence(tmp_path: Path, monke
     with pytest.raises(BaseExceptionGroup) as caught:
         await download.pieces(crowd.keys, ["owner"])
     trouble = user_error_of(caught.value)
-    assert trouble is not None
     assert trouble.code is Exit.STORAGE
     assert "cannot be kept" in trouble.what
     monkeypatch.setattr(store, "check_room", full)

@@ -1,7 +1,5 @@
 """Checkpoints: one whole file or none, and one whole file always."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -40,7 +38,6 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     saved = checkpoint(7)
     path = save(tmp_path / "new" / "directory", saved)
     loaded = load_latest(tmp_path / "new" / "directory", "run")
-    assert loaded is not None
     assert loaded.counters == saved.counters
     for group in ("slow", "momentum"):
         assert all(torch.equal(a, b) for a, b in zip(loaded.tensors[group], saved.tensors[group], strict=True))
@@ -98,7 +95,6 @@ def test_a_damaged_file_costs_nothing_but_itself(tmp_path_factory: pytest.TempPa
     newer.write_bytes(raw)
     complaints: list[str] = []
     loaded = load_latest(directory, "run", complaints.append)
-    assert loaded is not None
     assert loaded.counters.inner_steps == 1
     # Where the damage made it another run's checkpoint, it is passed over without a word.
     assert len(complaints) <= 1

@@ -1,8 +1,6 @@
 """In a run of one stage work counts as partners saw it at meetings, however long somebody is out of sight, and no
 number of names makes it more than twice what it is."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
@@ -148,7 +146,6 @@ def test_even_where_all_partners_lie_their_word_has_a_bound(partners: int, lies:
     liars = [f"liar{number}" for number in range(partners)]
     signed = {tag_of(source): dict.fromkeys(liars, samples) for source, samples in lies.items()}
     found = met_work("r0", ours, signed)
-    assert found is not None
     assert found.samples <= MOST_TIMES * (1 + partners) ** 2 * MOST_BROUGHT * partners * ROUND
 
 

@@ -1,7 +1,5 @@
 """The roster over a network in memory and virtual time: who appears, who leaves, and what strangers may write."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,14 +15,7 @@ from noloco_node.sim.network.link_model import Latency, NetworkConditions
 from noloco_node.sim.network.sim_network import SimNetwork, SimPeerNetwork
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord, Roster
-from noloco_node.swarm.stage_records import (
-    CLOCK_S,
-    DhtRead,
-    Published,
-    decode_record,
-    encode_record,
-    is_doubtful,
-)
+from noloco_node.swarm.stage_records import CLOCK_S, DhtRead, Published, decode_record, encode_record, is_doubtful
 
 RUN = "run"
 WEATHER = NetworkConditions(latency=Latency(mean_s=0.05))
@@ -230,7 +221,7 @@ async def test_a_peer_whose_record_nobody_takes_knows_since_when() -> None:
     async def refused(key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
         return takes and await publish(key, subkey, value, lifetime_s)
 
-    network.publish = refused  # type: ignore[method-assign]
+    network.publish = refused
     await one.claim(record("a"))
     task = asyncio.create_task(one.run())
     await asyncio.sleep(30.0)
@@ -381,7 +372,6 @@ def test_a_record_says_where_its_own_peer_is_and_nobody_else() -> None:
     direct, circuit = "/ip4/192.0.2.1/tcp/4001", "/ip4/192.0.2.1/tcp/4001/p2p/relay/p2p-circuit"
     own = (f"{direct}/p2p/m", f"{circuit}/p2p/m")
     found = decode_record(stored(1, record("m", addresses=(*own, f"{direct}/p2p/other"))), "m", 0)
-    assert found is not None
     assert (found.record.peer, found.record.addresses) == ("m", own)
     assert b"/p2p/m" not in stored(1, record("m", addresses=own))
 

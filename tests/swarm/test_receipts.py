@@ -1,7 +1,5 @@
 """Receipts: none lost or counted twice, none believed of who did nothing for us, and little of a friend's."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from random import Random
@@ -155,7 +153,7 @@ class Swarm:
                     self.ledger.prove(signer, batch)
         raws = {name: issued.raw() for name, issued in self.issued.items()}
         for signer, lies in self.signed_for_nothing.items():
-            honest = decode_receipts(raws[signer]).samples if signer in raws else {}  # type: ignore[union-attr]
+            honest = decode_receipts(raws[signer]).samples if signer in raws else {}
             told = {tag_of(source): samples for source, samples in lies.items()}
             raws[signer] = msgspec.msgpack.encode(ReceiptRecord(1, honest | told))
         self.ledger.take({signer: each for signer, each in raws.items() if signer not in self.unread})

@@ -1,7 +1,5 @@
 """What peers tell of a run: its file, believed by its digest alone, and how far it had come."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading
@@ -15,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from memory_swarms import recipe
 from threadless import without_threads
+from user_errors import user_error
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import Conversation
@@ -121,9 +120,8 @@ def test_a_broken_file_of_one_peer_stops_nobody() -> None:
 
 
 def test_without_any_each_peer_is_named_with_its_answer() -> None:
-    with pytest.raises(UserError) as caught:
+    with user_error(Exit.OTHER_RUN) as caught:
         fetched({"wrong": OTHER.serve}, ["nobody", "wrong"])
-    assert caught.value.code is Exit.OTHER_RUN
     assert "nobody cannot be reached; wrong: serves" in caught.value.why
     assert f"wrong: serves a run with the digest {OTHER.digest[:12]}" in caught.value.why
 

@@ -9,8 +9,6 @@ Messages with tensors are slow then, so that they travel for a while. Afterwards
 their slots and gates free, their next windows and rounds normal; and so are those of a victim that lived on.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 from enum import Enum
@@ -164,7 +162,6 @@ class Strikes:
 
 def weights_are_finite(peer: SimulatedPeer) -> bool:
     node, stage = peer.session.node, peer.session.stage
-    assert node is not None
     assert node.replica is not None
     assert stage is not None
     state = node.replica.rounds.state

@@ -1,7 +1,5 @@
 """What rounds do with codecs, delayed momentum, staleness, and slow weights that travel ahead of time."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -137,7 +135,7 @@ async def test_the_fast_weights_keep_what_rounding_has_left_out(codec: Format) -
             await correct(correction)
             after[toy.name] = toy.fast
 
-        toy.correct = corrected  # type: ignore[method-assign]
+        toy.correct = corrected
     await live(list(toys), 30)
     for toy in toys:
         assert len(toy.met) == 1
@@ -239,7 +237,7 @@ def test_rounds_apply_the_joint_rule(period: int, share: float) -> None:
         seen.append((toy.fast.clone(), copy_of(toy.rounds.state)))
         return await snapshot(slow)
 
-    toy.snapshot = taken  # type: ignore[method-assign]
+    toy.snapshot = taken
     run(live([toy], 20 * 6))
     assert len(seen) == len(toy.solo) == 6
     for (fast, before), after in zip(seen, [state for _, state in seen[1:]] + [toy.rounds.state], strict=True):
@@ -742,9 +740,9 @@ async def test_a_second_swap_that_breaks_leaves_both_sides_with_the_same_slow_we
         async def noted(step: Step, name: str = toy.name, take: Any = take) -> Tensors:
             if step.slow is not None:
                 used[name] = step.slow
-            return await take(step)  # type: ignore[no-any-return]
+            return await take(step)
 
-        toy.rounds._optimiser.take = noted  # type: ignore[method-assign]
+        toy.rounds._optimiser.take = noted
 
     async def step_alone() -> None:
         await asyncio.sleep(3.2)
@@ -795,7 +793,7 @@ def test_a_gate_of_ours_that_does_not_drain_is_named() -> None:
         raise TimeoutError
         yield
 
-    b.alone = stuck  # type: ignore[method-assign]
+    b.alone = stuck
     run(live([a, b], 45))
     assert a.met == b.met == []
     assert b.lost

@@ -227,7 +227,7 @@ class Held:
 
 def optimiser(**others: object) -> OuterOptimiser:
     state = OuterState(draw(1, 1))
-    return OuterOptimiser(replace(SETTINGS, **others), state, Held(), at_once, seed=1)  # type: ignore[arg-type]
+    return OuterOptimiser(replace(SETTINGS, **others), state, Held(), at_once, seed=1)
 
 
 def everything(one: OuterOptimiser, snapshot: Snapshot) -> Tensors:
@@ -257,7 +257,7 @@ async def test_a_meeting_that_breaks_half_way_leaves_everything_as_it_was(spoil:
         mine = await one.encode_fast(snapshot, ())
         before = copied(everything(one, snapshot))
         with pytest.raises(Implausible):
-            await one.hear_fast(spoil(mine), snapshot, mine)  # type: ignore[operator]
+            await one.hear_fast(spoil(mine), snapshot, mine)
         assert same(everything(one, snapshot), before)
         await one.correct(await one.take(Step(snapshot.fast, await one.hear_fast(mine.coded.wire, snapshot, mine))))
         assert not same(everything(one, snapshot), before)
@@ -280,7 +280,7 @@ async def test_no_computation_asks_for_the_roster() -> None:
             computes = False
 
     state = OuterState(draw(1, 1))
-    one = OuterOptimiser(SETTINGS, state, Held(), compute, seed=1, partners=partners)  # type: ignore[arg-type]
+    one = OuterOptimiser(SETTINGS, state, Held(), compute, seed=1, partners=partners)
     snapshot = await one.snapshot(0)
     for encoded, hear, bound in (
         (await one.encode_fast(snapshot, ()), one.hear_fast, one.bound_fast),
@@ -326,7 +326,7 @@ async def test_a_step_is_taken_in_the_memory_that_is_there() -> None:
     fast = [tensor.data_ptr() for tensor in snapshot.fast.difference]
     await one.correct(await one.take(Step(snapshot.fast)))
     assert [tensor.data_ptr() for tensor in one.state.slow] == places
-    assert [tensor.data_ptr() for tensor in one._replica.corrected] == fast  # type: ignore[attr-defined]
+    assert [tensor.data_ptr() for tensor in one._replica.corrected] == fast
 
 
 @few

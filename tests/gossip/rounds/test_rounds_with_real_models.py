@@ -1,7 +1,5 @@
 """Production nodes with real tiny models: each codec, the joint rule, and slow weights that travel ahead of time."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import cache
 
@@ -38,11 +36,7 @@ def lived(extra: str) -> list[Peer]:
 
 def merged(peers: list[Peer]) -> Tensor:
     """Return the mean of the slow weights that the replicas saved."""
-    slow = []
-    for peer in peers:
-        assert peer.saved is not None
-        slow.append(torch.cat([tensor.flatten() for tensor in peer.saved.tensors["slow"]]))
-    return torch.stack(slow).mean(0)
+    return torch.stack([torch.cat([each.flatten() for each in peer.saved.tensors["slow"]]) for peer in peers]).mean(0)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +75,6 @@ async def test_a_newcomer_in_the_middle_of_a_period_becomes_a_replica(gamma: flo
     newcomer = peers[-1]
     assert [step.partner for step in newcomer.of(OuterStepTaken) if step.partner is not None]
     for peer in peers:
-        assert peer.saved is not None
         in_period = 0 < peer.saved.counters.meetings < 3
         assert bool(peer.saved.tensors.get("gathered")) == in_period
         assert not peer.of(events.PeerViolation)

@@ -1,7 +1,5 @@
 """A newcomer copies a replica's state, whatever becomes of lines and donors, or says why it could not."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
@@ -177,7 +175,7 @@ def test_a_last_piece_is_asked_for_by_one_stream_that_gives_up_after_some_breaks
                     raise ConnectionResetError("broken")
                 await send(message)
 
-            line.send = broken  # type: ignore[method-assign]
+            line.send = broken
             yield line
 
     held = StateAssembly(LIKE, keep=Kept(len(SPANS) - 1))
@@ -671,7 +669,7 @@ async def test_a_line_that_is_slower_than_thought_is_given_more_time() -> None:
                     await asyncio.sleep(60.0)
             await send(message)
 
-        line.send = slowly  # type: ignore[method-assign]
+        line.send = slowly
         await giving.donor.serve(line)
 
     world.answerers["donor"] = answer
