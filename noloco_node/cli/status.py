@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from noloco_node.cli import options
 from noloco_node.machine.signals import run, run_until_interrupted
@@ -31,11 +34,9 @@ from noloco_node.swarm.access import Visitor, visited
 from noloco_node.swarm.roster import PeerRecord, Roster, shown_name, some_addresses
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.tasks import background
+from noloco_node.web.places import PagePlace
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from noloco_node.web.places import PagePlace
     from noloco_node.web.server import Page
 
 DRAW_EVERY_S = 1.0
@@ -108,8 +109,6 @@ def picture(recipe: RunFileText, roster: Roster, late: Mapping[str, float] = Map
 
     `late`: seconds since the last news of peers that may be dead.
     """
-    from rich.table import Table
-
     view = _view(recipe, roster)
     text = io.StringIO()
     console = Console(file=text, width=shutil.get_terminal_size().columns)
@@ -147,9 +146,6 @@ def picture(recipe: RunFileText, roster: Roster, late: Mapping[str, float] = Map
 
 
 def _peer_table(title: str, roster: Roster, left_out: Collection[str]) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     caption = None if "ms" in left_out else "ms: device time of a microbatch"
     table = Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=0)
     for heading in ("stage", "peer", "state"):
@@ -171,8 +167,6 @@ def _peer_table(title: str, roster: Roster, left_out: Collection[str]) -> Table:
 
 def _said(words: str | None) -> str:
     """Return a stranger's words as plain text, without markup or control characters of a terminal."""
-    from rich.markup import escape
-
     return escape(plain(words))
 
 

@@ -1,10 +1,8 @@
 """`noloco-node export`: the model of a run as one ordinary checkpoint, from a living swarm, from homes, or from both.
 
-Of a replica that is found twice the newer weights count. Each stage is the mean of the replicas that make its loss on
-held-out text least, or, where that text cannot be read, of all without outliers and stragglers; a stage without
-replicas comes from a snapshot, and the export says so. From a swarm, one replica after the other is fetched and written
-to the disk, so that memory holds one at a time. An export that is started again finds them there.
-docs/design/export.md says why.
+From a swarm, one replica after the other is fetched and written to the disk, so that memory holds one at a time. An
+export that is started again finds them there. Of a replica that is found twice the newer weights count.
+docs/design/export.md says which replicas make a stage, and why.
 """
 
 from __future__ import annotations

@@ -123,7 +123,9 @@ def merit(plan: Planned, asked: RunConfig) -> float:
 def _bases(run: RunConfig, machines: Machines) -> list[RunConfig]:
     """Return the run with each number of stages that may fit, the fewest first; with the most where none does."""
     whole = model_layout(_with_stages(run, 1, machines))
-    bytes_in_all = _LEAST_BYTES[run.inner.state] * sum(map(prod, whole.shapes[0].values())) + whole.frozen[0].bytes
+    bytes_in_all = (
+        _LEAST_BYTES[run.inner.state] * sum(map(prod, whole.shapes[0].values())) + whole.sizes[0].frozen.bytes
+    )
     counts = range(1, 1 + min(machines.count, int(whole.prepared.config.num_hidden_layers)))
     return [
         _with_stages(run, stages, machines)

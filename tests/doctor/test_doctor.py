@@ -1,7 +1,5 @@
 """The doctor says what is in the way and what to do; the desk that peers keep for it cannot be abused."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil
@@ -40,13 +38,13 @@ from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.limits.budget import OwnerLimits
 from noloco_node.limits.rate_limit import LimitHook
 from noloco_node.machine import device
-from noloco_node.machine.memory import usable_bytes, wanted_bytes
+from noloco_node.machine.memory import wanted_bytes
 from noloco_node.network.calls import HookedNetwork
 from noloco_node.network.interface import Conversation
 from noloco_node.network.wire import message_bytes
 from noloco_node.planning.bandwidth import MicrobatchBytes
 from noloco_node.planning.model_layout import model_layout
-from noloco_node.planning.plan import device_needs
+from noloco_node.planning.plan import memories_on
 from noloco_node.run.presets import run_text
 from noloco_node.run.runfile import decode_run, load_run
 from noloco_node.sim.network.link_model import Access
@@ -90,16 +88,11 @@ def test_what_is_judged_is_what_a_node_on_that_device_takes(
     """A GPU without bfloat16 holds float32 beside its copies in float16; one of Apple computes in main memory."""
     run = decode_run(run_text("tiny"), "the preset")
     run = structs.replace(run, inner=structs.replace(run.inner, state="int8"))
-    layout, free = model_layout(run), 10**9
+    layout = model_layout(run)
     monkeypatch.setattr(device, "choose_device", lambda _: torch.device(place))
     monkeypatch.setattr(device, "autocast_dtype", lambda *_: half)
     needs, _ = command._needs(SimpleNamespace(run=run), "auto")
-    taken = device_needs(run, layout, torch.device(place), free, free)
-    if place == "cuda":
-        placed = [each.placed(usable_bytes(free), usable_bytes(free)) for each in needs.memory]
-        assert [(each.computing, each.beside) for each in placed] == [*zip(taken.device, taken.beside, strict=True)]
-    else:
-        assert [each.total for each in needs.memory] == [*taken.device]
+    assert needs.memory == memories_on(run, layout, torch.device(place))
 
 
 @given(NEEDS, BYTES)

@@ -1,7 +1,5 @@
 """An export from a swarm: one that was interrupted goes on, and a stage that died comes from a snapshot."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

@@ -1,7 +1,5 @@
 """From the slices of a swarm to one checkpoint that plain transformers loads, and what it is worth."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import math

@@ -31,7 +31,7 @@ from noloco_node.node.stage_benchmark import TIMES, StageBenchmark, measure
 from noloco_node.node.stage_claim import CLAIMS, LOOKS, ClaimedStage, claim_stage, claims_of
 from noloco_node.planning import graph_memory
 from noloco_node.planning.model_layout import make_stage, model_layout
-from noloco_node.planning.plan import device_needs
+from noloco_node.planning.plan import memories_on
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.hardware.memory_host import MemoryHost, MemoryStore
 from noloco_node.sim.hardware.priced_stage import PricedStage, Prices, VirtualDevice
@@ -383,7 +383,7 @@ def test_a_microbatch_is_measured_at_every_stage_of_a_real_model_and_leaves_no_t
         before = [tensor.clone() for tensor in stage.weights()]
         probe = measure(stage, number, what.run, plan, lambda: float(next(ticks)))
         assert probe.device_s == 1.0
-        assert probe.kept_bytes == pytest.approx(device_needs(what.run, plan, CPU).graph[number].whole, rel=0.2)
+        assert probe.kept_bytes == pytest.approx(memories_on(what.run, plan, CPU)[number].whole_graph, rel=0.2)
         assert stage.statistics()["backwards"] == TIMES
         again = make_stage(what.run, plan, number, torch.device("cpu"), by_layers=True)
         assert measure(again, number, what.run, plan, lambda: 0.0).kept_bytes == 0, "autograd does not tell"
@@ -452,10 +452,8 @@ def test_memory_is_read_where_somebody_says_it(tmp_path: Path, monkeypatch: pyte
     what = recipe(stages=3)
     drawn = model_layout(what.run)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
-    cpu, gpu = (device_needs(what.run, drawn, device) for device in (CPU, torch.device("cuda")))
-    assert all(0 < less < more for less, more in zip(gpu.device, cpu.device, strict=True))
-    assert all(0 < less < more for less, more in zip(gpu.beside, cpu.device, strict=True))
-    assert cpu.beside == ()
+    each = zip(*(memories_on(what.run, drawn, device) for device in (CPU, torch.device("cuda"))), strict=True)
+    assert all(0 < gpu.computing < cpu.total > gpu.beside > 0 for cpu, gpu in each)
 
 
 # Moving, with whole nodes.

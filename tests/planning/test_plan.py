@@ -1,7 +1,5 @@
 """What `check` says: exact where it can be."""
 
-from __future__ import annotations
-
 import json
 from math import prod
 from typing import Any
@@ -215,7 +213,7 @@ def test_a_plan_counts_what_orthogonal_steps_take(family: str, sizes: dict[str, 
     machines = Machines(count=2, gpu_bytes=2**30, ram_bytes=2**33, flops=1e12, **line)
     shapes = [shape for name, shape in layout.shapes[0].items() if "layers" in name and len(shape) > 1]
     inside = [shape for shape in shapes if shape != (3, 64)]  # without routers
-    assert list(layout.matrices[0]) == inside
+    assert list(layout.sizes[0].matrices) == inside
     # Five times X X', its square, and their product with X.
     smaller = [(prod(shape[:-2]), *sorted(shape[-2:])) for shape in inside]
     operations = sum(5 * count * (4 * a * a * b + 2 * a**3) for count, a, b in smaller)

@@ -1,7 +1,5 @@
 """A file is whole or not there, a writer hears if the disk takes a part, and the bytes of a tensor are its values."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
