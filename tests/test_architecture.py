@@ -4,8 +4,6 @@ A rule returns what breaks it. What may break it for a reason stands in EXCEPTIO
 more fails as well, so these lists only get shorter.
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

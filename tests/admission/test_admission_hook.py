@@ -1,7 +1,5 @@
 """A run with an owner, in memory and virtual time: members converse, strangers and who is shut out get nothing."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 

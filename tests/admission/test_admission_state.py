@@ -1,7 +1,5 @@
 """What one peer knows of who may take part: the latest list holds, and nothing that strangers show changes it."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

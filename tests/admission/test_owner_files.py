@@ -1,7 +1,5 @@
 """The owner of a run, offline: a key that nobody else reads, invites, and whoever is shut out."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import shlex

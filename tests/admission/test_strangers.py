@@ -1,7 +1,5 @@
 """A run with an owner over real daemons: whoever only knows an address gets nothing, whoever is shut out is out."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import time

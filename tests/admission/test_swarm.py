@@ -1,7 +1,5 @@
 """A swarm of production nodes in a run with an owner, in virtual time: it goes on without who is shut out."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Tickets: whatever chain of honest grants is made is good, and whatever is changed about one is not."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from admission_keys import NOW_S, OWNER, RUN, key, public

@@ -1,7 +1,5 @@
 """An open run gives tickets for work, and to no network more than its share."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """A foreign module does for a node what a stage does, and its program notices nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Optimisers in this process as members of a run, over real daemons: how they train, and what they refuse."""
 
-from __future__ import annotations
-
 import copy
 import io
 import os

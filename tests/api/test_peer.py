@@ -1,7 +1,5 @@
 """`noloco_node.join`: a node in this process trains a model of its own, and says what goes wrong, over real daemons."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterable

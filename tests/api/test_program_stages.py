@@ -1,7 +1,5 @@
 """Modules of a program as the stages of a run: they compute what the program's own loop would, and are checked."""
 
-from __future__ import annotations
-
 import copy
 import runpy
 from collections.abc import Callable

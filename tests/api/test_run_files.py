@@ -1,7 +1,5 @@
 """`noloco_node.init` writes a run that every part of the product reads."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Jobs of a node wait for the thread that trains, and no signal interrupts one."""
 
-from __future__ import annotations
-
 import queue
 import signal
 import threading

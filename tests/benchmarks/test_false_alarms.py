@@ -1,7 +1,5 @@
 """The benchmark of false alarms: what it counts is what the verdicts say, and odd replicas are odd."""
 
-from __future__ import annotations
-
 from itertools import combinations
 from random import Random
 

@@ -1,7 +1,5 @@
 """`noloco-node data`: rows as a run reads them, on a screen of 80 columns, and what does not fit."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

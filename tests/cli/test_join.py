@@ -1,7 +1,5 @@
 """What `join` adds to what a node says of itself."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncIterator

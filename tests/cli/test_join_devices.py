@@ -1,7 +1,5 @@
 """A node on each of several devices: shares of the owner's limits, and processes that end together."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from dataclasses import replace

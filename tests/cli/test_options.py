@@ -1,7 +1,5 @@
 """What options of the command line take."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What `status` prints fits a terminal of eighty columns, and marks who may be dead."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

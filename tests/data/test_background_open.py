@@ -1,7 +1,5 @@
 """What is opened ahead is opened once, and closed whatever becomes of it."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from pathlib import Path

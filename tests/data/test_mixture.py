@@ -1,7 +1,5 @@
 """Several sources in one run: shares, places, what is held out, and what a person sees of them."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

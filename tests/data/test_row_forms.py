@@ -1,7 +1,5 @@
 """Rows of which the answers are learnt: which tokens these are, and that no row gets lost without a word."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Mixed blocks: nothing lost, nothing twice, and resumed exactly anywhere."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 from random import Random

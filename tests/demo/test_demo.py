@@ -1,7 +1,5 @@
 """The demo: what it counts, what it shows, where it writes, and that its children never outlive it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

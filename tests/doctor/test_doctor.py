@@ -1,7 +1,5 @@
 """The doctor says what is in the way and what to do; the desk that peers keep for it cannot be abused."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Which peer evaluates, and what an evaluation in a pause does."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import Counter

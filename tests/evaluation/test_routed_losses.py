@@ -1,7 +1,5 @@
 """Evaluations of pipelines: what is asked of the stages, and whole swarms that evaluate while they train."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Adapters taken home from what lies in homes: as PEFT's files, and as a whole model."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

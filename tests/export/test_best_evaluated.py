@@ -1,7 +1,5 @@
 """`export --best`: the weights of the best evaluation that homes have kept."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The model of a run taken home: from a living swarm, from homes, from snapshots; and what is done with it there."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

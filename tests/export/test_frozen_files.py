@@ -1,7 +1,5 @@
 """The files that `init --lora` makes of a model: what a stage takes of them, and what is refused."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which replicas make a stage's mean by their loss on text that no peer trained on."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence

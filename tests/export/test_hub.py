@@ -1,7 +1,5 @@
 """An export is sent to a hub, here a stand-in for it, or says why not and lies on the disk."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

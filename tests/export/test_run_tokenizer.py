@@ -1,7 +1,5 @@
 """A checkpoint's own tokenizer travels: into homes, to who exports, and beside the model that is written."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Going on from a prompt: what is drawn, and how it becomes characters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

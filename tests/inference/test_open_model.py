@@ -1,7 +1,5 @@
 """Adapters of other programs, as PEFT writes them, over the models that they adapt."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

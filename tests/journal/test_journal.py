@@ -1,7 +1,5 @@
 """The journal: flat lines, bounded files, torn lines and full disks that hurt nobody."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

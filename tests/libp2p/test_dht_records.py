@@ -1,7 +1,5 @@
 """Signed records: whose they are, what a stranger may store, and what a reader believes of an answer."""
 
-from __future__ import annotations
-
 import asyncio
 import struct
 import sys

@@ -1,7 +1,5 @@
 """Streams opened by way of a daemon, of which we play the part: what is cancelled half-way leaves nothing behind."""
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Callable

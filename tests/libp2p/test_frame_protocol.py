@@ -1,7 +1,5 @@
 """The rules of a conversation, without any event loop: bytes and times in, events and bytes out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

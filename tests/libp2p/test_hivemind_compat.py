@@ -3,8 +3,6 @@
 The classes are looked at after all of hivemind's modules in use were loaded as a node loads them; no daemon is started.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """The network over real libp2p daemons: what arrives, what is lost and how soon that shows, and what stays behind."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """How others come to us, without a network: what a scout must find out, what follows from the answers, which relays."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import socket

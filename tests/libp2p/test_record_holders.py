@@ -1,7 +1,5 @@
 """Holders of records: readers find all living peers though nodes die, lie or come, and mostly ask one node."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from contextlib import AsyncExitStack

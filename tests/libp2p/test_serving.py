@@ -1,7 +1,5 @@
 """Whoever serves hears of a daemon that cannot be told, as a person can act on."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

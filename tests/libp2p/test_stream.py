@@ -1,7 +1,5 @@
 """Conversations over a link of our own making, in virtual time: slow, cut, stalled, and every way to end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

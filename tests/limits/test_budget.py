@@ -1,7 +1,5 @@
 """A bandwidth budget is read as it was meant, kept to the byte, and costs nobody their good name."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import Counter

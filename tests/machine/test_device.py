@@ -1,7 +1,5 @@
 """The device: jobs in turn, begun ones to their end, others taken back."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import threading

@@ -1,7 +1,5 @@
 """What systems allow and tell, with fakes of their calls."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import resource

@@ -1,7 +1,5 @@
 """Who sends what no peer may send is shut out for longer and longer, and who errs now and then never."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The time by which records expire: ours while half of the others agree, else theirs, whatever sets our clock."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

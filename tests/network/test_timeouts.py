@@ -1,7 +1,5 @@
 """Deadlines that follow what was observed: the estimate, its bounds, and dials in virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """A run that goes on from a checkpoint: its weights come from whoever has them, and newcomers wait where nobody has."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

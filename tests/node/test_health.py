@@ -1,7 +1,5 @@
 """What a node notices: clocks, sleep, deserted stages, an old roster; said once, again, and at the end."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Who is asked to go goes soon, whenever it is asked, takes nothing of others' along, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import signal

@@ -3,8 +3,6 @@
 The worker, the gate and the device are the real ones, in real time; only the error is none.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Calls from stage to stage as the callee sees them: one microbatch after another on a conversation, and its end."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """The source: what is refused is tried again with the same tokens, and only what came back is counted."""
 
-from __future__ import annotations
-
 import asyncio
 from random import Random
 

@@ -3,8 +3,6 @@
 The nodes are the production's, in memory and virtual time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import weakref

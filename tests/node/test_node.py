@@ -1,7 +1,5 @@
 """Whole nodes, in virtual time: they find each other, train, gossip, end, leave, and come back."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What is written from a replica's own memory is one state, however long writing takes; training goes on."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """What a record says of the next hops, few at a time and none passed over for ever; and a device that becomes slow."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """A node that keeps hours outlives an outage at the start of a later session, and leaves when it is asked to."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager

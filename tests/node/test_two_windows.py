@@ -1,7 +1,5 @@
 """Two windows in flight, whole: nodes in virtual time, what `check` says of it, and what the simulator watches."""
 
-from __future__ import annotations
-
 import asyncio
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """What a home has given, by its own journal."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -1,7 +1,5 @@
 """Figures for Prometheus: what a scrape finds, who may ask, and that no stranger makes series."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What a swarm is doing: one model, whether records, journals or a simulation feed it, and the text made of it."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """What a page is told of a swarm: bounded, plain, and complete."""
 
-from __future__ import annotations
-
 import json
 
 import msgspec

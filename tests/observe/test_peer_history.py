@@ -1,7 +1,5 @@
 """Histories of peers, and curves of them in a terminal: bounded, and true to what they are made of."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

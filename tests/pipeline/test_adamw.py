@@ -1,7 +1,5 @@
 """Moments as 8-bit codes: what a code keeps, and what no code can do."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The gate: windows are exact, senders get their share, and nobody who gives up leaves a trace."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Coroutine

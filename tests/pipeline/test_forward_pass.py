@@ -1,7 +1,5 @@
 """Passes computed again, sets of weights, and memory that runs out."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from threading import get_ident
 from typing import Any

@@ -1,7 +1,5 @@
 """Learning rate and progress: exact where they can be, and moved by no liar."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from random import Random

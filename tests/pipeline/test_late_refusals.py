@@ -1,7 +1,5 @@
 """Refusals that come late: the seconds for which a replica held a microbatch count, whatever it answers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from random import Random

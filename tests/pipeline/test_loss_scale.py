@@ -1,7 +1,5 @@
 """Passes in float16: small gradients survive, large ones cost a window, and nobody else notices the factor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

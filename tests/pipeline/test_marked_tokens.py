@@ -1,7 +1,5 @@
 """Tokens that are only given: no loss on them, and a microbatch counts by the tokens that are learnt."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Moments that visit a GPU: what waits for what, on a GPU that is not torch's current one."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -1,7 +1,5 @@
 """Retries at the next stage: each kind of answer, what it costs, and who is accused."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import Counter

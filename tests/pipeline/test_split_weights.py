@@ -1,7 +1,5 @@
 """Weights of 24 bits in two parts: what they keep, and a stage that trains on them."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Spot checks over scripted replicas: who is called, what is taken for the gradient, and what it may cost."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import math

@@ -1,7 +1,5 @@
 """One slice at work. The anchor: stages one after the other are single-process training of the whole model."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import NamedTuple

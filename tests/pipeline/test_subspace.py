@@ -1,7 +1,5 @@
 """A subspace between stages: k numbers a token, exactly the model that an ordinary checkpoint is."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Parts on their way to a device: what arrives, and when memory is written to again. No GPU is needed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Verdicts of spot checks: honest replicas are left alone, liars are not, and a minority decides nothing."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Collection

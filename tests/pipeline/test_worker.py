@@ -1,7 +1,5 @@
 """Microbatches through whole chains of stages: exact windows, clean cuts, no step under a living graph, no deadlock."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Callable

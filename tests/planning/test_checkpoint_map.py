@@ -1,7 +1,5 @@
 """The tensors of a checkpoint become the parameters of stages, as transformers itself would have it."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from types import SimpleNamespace

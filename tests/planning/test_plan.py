@@ -1,7 +1,5 @@
 """What `check` says: exact where it can be."""
 
-from __future__ import annotations
-
 import json
 from math import prod
 from typing import Any

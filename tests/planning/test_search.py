@@ -1,7 +1,5 @@
 """Plans from machines: nothing is planned that does not fit, more never gives less, and presets keep their promise."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from math import log2

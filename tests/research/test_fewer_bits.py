@@ -1,7 +1,5 @@
 """What rounding does to the disagreement of replicas that meet in pairs."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

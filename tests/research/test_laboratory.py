@@ -1,7 +1,5 @@
 """The laboratory's record, grid, runner, tables and command; and every method for a few steps."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import multiprocessing

@@ -1,7 +1,5 @@
 """The map's comparison of methods, its verdicts, and its page from a record by formula."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from random import Random
 

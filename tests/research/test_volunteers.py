@@ -1,7 +1,5 @@
 """Runs under churn: when peers are away, when a group is formed, what is charged, and the methods for a few steps."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """A run file is understood or refused with one sentence about one field; its digest is its meaning and nothing else."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

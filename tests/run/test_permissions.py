@@ -1,7 +1,5 @@
 """A run file that others sent reads nothing of this machine that its owner has not named."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What two replicas may say to each other in a round is admitted exactly as the run's codec has it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod

@@ -1,7 +1,5 @@
 """Peers come and go all day: what a churn stands for, and that a swarm lives through it without anybody's help."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from itertools import pairwise

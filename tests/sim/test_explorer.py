@@ -1,7 +1,5 @@
 """Random schedules keep the invariants, and the invariants can fail: bugs put in on purpose are each found."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os

@@ -1,7 +1,5 @@
 """The simulator's clock, device, stages and quadratic models: what a peer stands on in virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

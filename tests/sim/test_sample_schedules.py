@@ -1,7 +1,5 @@
 """Members that know only samples of their stage keep the invariants, and the invariants can fail."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Scenario files: what they mean, and what is said about a mistake."""
 
-from __future__ import annotations
-
 import math
 import re
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """A world of production nodes: faults strike when they should, and peers come back with what was on their disk."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

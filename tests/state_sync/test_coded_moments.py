@@ -1,7 +1,5 @@
 """Moments as 8-bit codes travel, are kept and are taken over as codes; what a donor makes up is refused or harmless."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

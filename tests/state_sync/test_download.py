@@ -1,7 +1,5 @@
 """A newcomer's copy over lines with a bandwidth: crashes at any instant on either side, liars, what a person reads."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import os

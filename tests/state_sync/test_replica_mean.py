@@ -1,7 +1,5 @@
 """Which replicas of a stage belong in its mean, and the mean."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

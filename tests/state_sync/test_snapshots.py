@@ -1,7 +1,5 @@
 """Snapshots of other stages, and a stage that comes back from one."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import shutil

@@ -1,7 +1,5 @@
 """What a newcomer or a restarted replica carries on, the gossip settings of a run file, and first losses."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from math import prod

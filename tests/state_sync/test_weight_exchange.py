@@ -1,7 +1,5 @@
 """The weights that a run starts from travel from whoever has them, and lies are noticed."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Checkpoints: one whole file or none, and one whole file always."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

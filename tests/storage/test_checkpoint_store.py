@@ -1,7 +1,5 @@
 """When a replica saves itself, and a disk that refuses."""
 
-from __future__ import annotations
-
 import asyncio
 import weakref
 

@@ -1,7 +1,5 @@
 """A home belongs to one running node, and keeps what belongs to a run in a directory of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import stat

@@ -1,7 +1,5 @@
 """A donor's copy on the disk, and a newcomer's pieces there: whatever becomes of process or disk, they are right."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import gc

@@ -1,7 +1,5 @@
 """The files of a checkpoint on a disk: nothing is believed that a digest of the run file does not say."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests that are coroutine functions: a decorator runs each as its module runs coroutines."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """What tests of a stage that died share."""
 
-from __future__ import annotations
-
 import asyncio
 
 from memory_swarms import Peer

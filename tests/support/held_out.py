@@ -1,7 +1,5 @@
 """Held-out text in memory."""
 
-from __future__ import annotations
-
 import asyncio
 
 from noloco_node.data.held_out_text import HeldOutText

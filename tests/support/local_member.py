@@ -3,8 +3,6 @@
 python local_member.py PROGRAM ARGUMENT...
 """
 
-from __future__ import annotations
-
 import functools
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """A whole swarm of production nodes in memory and virtual time: real tiny models, real routing, gates and rounds."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping
 from random import Random

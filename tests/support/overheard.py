@@ -4,8 +4,6 @@ A `Cast` is a hub and its peers, production nodes with quadratic models for stag
 and who goes.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable

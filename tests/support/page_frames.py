@@ -1,7 +1,5 @@
 """Views for tests of the page: a swarm of any size, and one whose peers say what they like."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import msgspec

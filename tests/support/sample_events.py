@@ -1,7 +1,5 @@
 """Events of a node, and histories of them, for tests of journals and views."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Runs in virtual time. A test may tamper with every message on its way: change it, swallow it, or cut the line.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -1,7 +1,5 @@
 """What a test expects where a person is told what is wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

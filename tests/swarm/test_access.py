@@ -1,7 +1,5 @@
 """How peers enter a run with an owner, and how visitors, nodes that slept and delegates renew their tickets."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import time

@@ -1,7 +1,5 @@
 """Invites: what is formatted is parsed, and what is wrong is named."""
 
-from __future__ import annotations
-
 import contextlib
 import string
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Stages too large for everybody to know everybody: who is found, what is estimated, and what a reader reads."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter

@@ -1,8 +1,6 @@
 """In a run of one stage work counts as partners saw it at meetings, however long somebody is out of sight, and no
 number of names makes it more than twice what it is."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path

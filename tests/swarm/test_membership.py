@@ -1,7 +1,5 @@
 """The roster over a network in memory and virtual time: who appears, who leaves, and what strangers may write."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any

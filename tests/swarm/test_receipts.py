@@ -1,7 +1,5 @@
 """Receipts: none lost or counted twice, none believed of who did nothing for us, and little of a friend's."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from random import Random

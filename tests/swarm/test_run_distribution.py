@@ -1,7 +1,5 @@
 """What peers tell of a run: its file, believed by its digest alone, and how far it had come."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading

@@ -1,7 +1,5 @@
 """What was recorded is what the product writes, and reads. The package's docstring says what to do where it is not."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -4,8 +4,6 @@ A test takes minutes. The image is built (TORCH_OPTIONS as in docker/Dockerfile)
 a test starts has a project name of its own, and goes away with the test.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """What a container does before its program runs: the entry point of the image, with no engine."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """docs/families.md says what becomes of each family of models, and nothing else does."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from pathlib import Path

@@ -9,8 +9,6 @@ Messages with tensors are slow then, so that they travel for a while. Afterwards
 their slots and gates free, their next windows and rounds normal; and so are those of a victim that lived on.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 from enum import Enum

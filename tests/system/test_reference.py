@@ -1,7 +1,5 @@
 """docs/reference.md says what the code says."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

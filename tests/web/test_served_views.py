@@ -1,7 +1,5 @@
 """What a node serves: one view of the swarm for metrics and page, with what the node knows of itself."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The web server, without a browser: who may ask, what is told, and what a reader or a flood may cost."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The compiled arithmetic of a round yields the bits of torch's, whatever the machine's vectors and the values are."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

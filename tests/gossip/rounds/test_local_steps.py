@@ -1,7 +1,5 @@
 """How long a round is: for a slow replica, over a run, and for replicas that claim what they like."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from dataclasses import replace

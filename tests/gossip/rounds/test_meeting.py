@@ -1,7 +1,5 @@
 """What rounds do with codecs, delayed momentum, staleness, and slow weights that travel ahead of time."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress

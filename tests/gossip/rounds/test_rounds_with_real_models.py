@@ -1,7 +1,5 @@
 """Production nodes with real tiny models: each codec, the joint rule, and slow weights that travel ahead of time."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import cache
 

@@ -1,7 +1,5 @@
 """A state is cut into pieces that fit together again."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """A donor's places: nobody has one for good who takes nothing, and nobody loses one while nobody waits."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 

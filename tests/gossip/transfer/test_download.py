@@ -1,7 +1,5 @@
 """A newcomer copies a replica's state, whatever becomes of lines and donors, or says why it could not."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """Shared bandwidth: every byte passes, nothing is faster than a line, and who shares waits."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 

@@ -1,7 +1,5 @@
 """The network in memory behaves as the real one does: order, latency, refusals, silence, and both kinds of ending."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Mapping

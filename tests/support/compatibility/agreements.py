@@ -1,7 +1,5 @@
 """What peers of different versions must agree on beside messages and files: names, records, orders, what seeds mean."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

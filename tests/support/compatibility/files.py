@@ -3,8 +3,6 @@
 The home is that of a peer which served stage 0, keeps snapshots of stage 1, and was killed while it copied that stage.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from datetime import datetime

@@ -6,8 +6,6 @@ and weights are float32 arithmetic, in which processors differ: figures of them 
 tolerance. Words for people have a digest of their own. Neither the program's version nor real time counts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter
