@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -278,7 +278,8 @@ class AdamW:
         try:
             yield
         finally:
-            self._room = self._reserve()
+            with suppress(torch.OutOfMemoryError):  # what the caller did stands; what it raised says more
+                self._room = self._reserve()
 
     def _form(self, weight: nn.Parameter) -> Form:
         halves = weight in self._remainders

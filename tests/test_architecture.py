@@ -4,8 +4,6 @@ A rule returns what breaks it. What may break it for a reason stands in EXCEPTIO
 more fails as well, so these lists only get shorter.
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -123,7 +121,7 @@ RULES: tuple[Callable[[], Broken], ...] = (
 EXCEPTIONS: dict[Callable[[], Broken], dict[str, str]] = {
     a_package_says_at_most_what_it_is: {"noloco_node": "setup.cfg reads the version there"},
     public_classes_have_names_of_their_own: {
-        "Conversation": "gossip says what it needs of a conversation, and does not know the network's interface",
+        "Conversation": "gossip says what it needs of a conversation, and does not know the network's interface"
     },
     module_names_are_nouns: {
         "encoding": "of text into tokens",

@@ -1,7 +1,5 @@
 """Tasks that run beside a body."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 

@@ -1,7 +1,5 @@
 """Lines to a person: one a fact, whole in a file, and readable on a narrow terminal."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """Sizes, rates and durations: what is written is read again as itself."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

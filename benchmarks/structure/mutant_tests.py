@@ -29,7 +29,18 @@ from hypothesis import Phase, settings
 from benchmarks.structure.mutations import Mutant, noting
 
 TESTED = ("gossip", "pipeline")
-NEEDED = (*TESTED, "noloco_node", "benchmarks", "research", "docs", "tests", "pyproject.toml", "setup.cfg", "README.md")
+NEEDED = (
+    *TESTED,
+    "noloco_node",
+    "benchmarks",
+    "research",
+    "docs",
+    "tests",
+    "pyproject.toml",
+    "setup.cfg",
+    "setup.py",
+    "README.md",
+)
 OWN = (*TESTED, "noloco_node", "benchmarks", "research", "docs", "tests")
 VIRTUAL = "not network and not processes and not wan and not browser and not docker"
 PATIENCE, LEAST_S, WALL_S = 5.0, 10.0, 600.0

@@ -47,8 +47,8 @@ class AnswerState:
     """What a replica is doing at the moment of a proposal.
 
     `round`: the round that it opened last, 0 before the first. `asking`: the peer whose answer it waits for. `had`: the
-    sender has had enough meetings in this round that came to nothing for us. `preference_delay_s`: the time until the
-    sender is good enough, 0 if it is. `ready_in_s`: estimate of the time to the next opening.
+    sender has had enough meetings that came to nothing for us. `preference_delay_s`: the time until the sender is good
+    enough, 0 if it is. `ready_in_s`: estimate of the time to the next opening.
     """
 
     me: str
@@ -219,13 +219,14 @@ class PartnerQueue:
     """Decides which partner a replica asks next in an open round, and when it asks each again.
 
     A peer that proposes has a round open itself. The queue remembers those that we declined until our next step, and
-    asks them before peers that may have no round open.
+    asks them before peers that may have no round open. Partners that are left alone stay so when a round opens.
     """
 
     def __init__(self, patience: RoundTimeouts, rng: random.Random) -> None:
         self._patience = patience
         self._rng = rng
         self._not_before: dict[str, float] = {}
+        self._alone_until: dict[str, float] = {}
         self._proposed: set[str] = set()
 
     @property
@@ -233,9 +234,10 @@ class PartnerQueue:
         """The number of partners that are asked later, or not at all."""
         return len(self._not_before)
 
-    def clear(self) -> None:
-        """Let everybody be asked anew, as a round opens."""
-        self._not_before.clear()
+    def clear(self, now: float) -> None:
+        """Let everybody be asked anew, as a round opens, but those that are left alone."""
+        self._alone_until = {peer: until for peer, until in self._alone_until.items() if until > now}
+        self._not_before = dict(self._alone_until)
 
     def forget_proposals(self) -> None:
         self._proposed.clear()
@@ -267,6 +269,11 @@ class PartnerQueue:
     def put_off(self, peer: str, seconds: float, now: float) -> None:
         """Ask this peer again only after so long and a jitter."""
         self._not_before[peer] = now + seconds + self._rng.uniform(0.5, 1.5) * self._patience.jitter_s
+
+    def leave_alone(self, peer: str, seconds: float, now: float) -> None:
+        """Put this peer off whatever rounds open meanwhile."""
+        self.put_off(peer, seconds, now)
+        self._alone_until[peer] = self._not_before[peer]
 
     def nobody_left(self, peers: Iterable[str]) -> bool:
         """Say whether all of these have told us that they are leaving; true where there are none."""

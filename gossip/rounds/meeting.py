@@ -87,13 +87,11 @@ class MeetingProtocol:
     async def _ask(self, peer: str) -> None:
         round_state, patience = self._round_state, self._round_state.timeouts
         answers, asked_s = self._context.answers, now()
+        allowed_s = answers.deadline_s(peer) if answers else patience.answer_s
         round_state.ask(peer)
         meeting = None
         try:
-            async with (
-                asyncio.timeout(answers.deadline_s(peer) if answers else patience.answer_s) as deadline,
-                self._context.converse(peer) as conversation,
-            ):
+            async with asyncio.timeout(allowed_s) as deadline, self._context.converse(peer) as conversation:
                 await conversation.send(Propose(round=round_state.schedule.round))
                 reply = await conversation.receive()
                 round_state.asking = None
@@ -113,9 +111,8 @@ class MeetingProtocol:
             if answers and round_state.asking is not None and isinstance(loss, TimeoutError):
                 answers.record_timeout(peer, asked_s, now())
             if meeting is None:
-                round_state.counts["unanswered"] += 1
-                round_state.silence = str(loss) or f"{peer} has not answered in time"
-                round_state.queue.put_off(peer, patience.sleep_s, now())
+                waited_s = min(now() - asked_s, allowed_s)  # more of it we were away ourselves
+                round_state.note_silence(peer, waited_s, str(loss) or f"{peer} has not answered in time")
         finally:
             round_state.asking = None
 
@@ -179,7 +176,7 @@ class MeetingProtocol:
         round_state.end_meeting()
         round_state.counts["lost"] += 1
         round_state.counts["implausible"] += implausible
-        round_state.note_vain_meeting(meeting.partner)
+        round_state.note_vain_meeting(meeting)
         self._context.record(
             MeetingLost(round=round_state.schedule.round, partner=meeting.partner, why=why, implausible=implausible)
         )
@@ -217,7 +214,7 @@ class MeetingProtocol:
             must_go_on()
             round_state.counts["spared"] += swapped.spared
             if swapped.step is None:
-                self._note_too_stale(meeting.partner, their_staleness, sent, received)
+                self._note_too_stale(meeting, their_staleness, sent, received)
                 return
             round_state.counts["clipped"] += swapped.step.clipped
             if not adopted:
@@ -253,16 +250,16 @@ class MeetingProtocol:
             inner_steps=snapshot.inner_steps - round_state.steps_when_met,
         )
 
-    def _note_too_stale(self, partner: str, partner_staleness: int, sent: int, received: int) -> None:
+    def _note_too_stale(self, meeting: Meeting, partner_staleness: int, sent: int, received: int) -> None:
         """Go on with our open round: the partner has ended its own with our weights."""
         round_state = self._round_state
         round_state.end_meeting()
         round_state.counts.update({"too_stale": 1, "bytes_sent": sent, "bytes_received": received})
-        round_state.note_vain_meeting(partner)
+        round_state.note_vain_meeting(meeting)
         self._context.record(
             PartnerTooStale(
                 round=round_state.schedule.round,
-                partner=partner,
+                partner=meeting.partner,
                 partner_staleness=partner_staleness,
                 bytes_sent=sent,
                 bytes_received=received,
@@ -314,8 +311,11 @@ async def _average(exchange: _Exchange, prefetch: Prefetch) -> _Swapped:
             slow_sides = prefetched.slow
         else:
             raise Implausible("no slow weights, and we hold none of this version")
-        ours = slow.coded if slow is not None else slow_sides.mine if given is None else given.slow.mine
-        slow_sides = slow_sides._replace(mine=ours)
+        if given is None:
+            assert slow is not None
+            slow_sides = slow_sides._replace(mine=slow.coded)
+        else:
+            slow_sides = slow_sides._replace(mine=given.slow.mine)
         slow_sides = await optimiser.bound_slow(conversation.peer, slow_sides, snapshot)
     elif came.slow:
         raise Implausible("slow weights, which gamma = beta does not need")
@@ -339,5 +339,6 @@ async def _adopt(exchange: _Exchange, *, disowned: bool) -> _Swapped:
     wire, surplus = (came.slow, came.fast) if exchange.optimiser.needs_slow else (came.fast, came.slow)
     if surplus:
         raise Implausible("two sets of weights to adopt")
-    step = await exchange.optimiser.adopting(wire, exchange.snapshot, disowned=disowned)
+    partner, optimiser = exchange.conversation.peer, exchange.optimiser
+    step = await optimiser.adopting(partner, wire, exchange.snapshot, disowned=disowned)
     return _Swapped(step, NO_WEIGHTS, came)

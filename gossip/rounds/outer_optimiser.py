@@ -23,7 +23,7 @@ rounding could move us farther than the bound allows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ from torch import Tensor
 from gossip.exchange import kernels
 from gossip.exchange.codec import PIECE, Coded, Encoded, OwnWeights, Reader, Sides, check, encode, pieces, scratch
 from gossip.exchange.swap import InfluenceBound, common_steps, measure, probe_coordinates
-from gossip.interface import Compute, GossipReplica
+from gossip.interface import Candidate, Compute, GossipReplica
 from gossip.rule.outer_step import EVEN, Delay, Outer, OuterState, Shares, Tensors, mean_into, move, shares_by_steps
 from gossip.settings import Format, OuterConfig, absolute
 
@@ -101,7 +101,7 @@ class OuterOptimiser:
         seed: int,
         fixed: frozenset[int] = frozenset(),
         from_zero: bool = False,
-        partners: Callable[[], Sized] = tuple,
+        partners: Callable[[], Collection[Candidate]] = tuple,
     ) -> None:
         outer = Outer(settings.alpha, settings.beta, settings.gamma)
         self._rule = Rule(outer, Delay(settings.momentum_period, settings.momentum_spread), fixed)
@@ -191,7 +191,7 @@ class OuterOptimiser:
     async def _bounded(
         self, bound: InfluenceBound, ours: OwnWeights, partner: str, sides: Sides, snapshot: Snapshot
     ) -> Sides:
-        only = self._has_one_partner_at_most
+        only = self._is_only(partner)
 
         def share() -> float:
             deviation = measure(sides.theirs, ours, self.state.slow, snapshot.fast)
@@ -199,18 +199,21 @@ class OuterOptimiser:
 
         return sides._replace(share=await self._compute(share))
 
-    @property
-    def _has_one_partner_at_most(self) -> bool:
-        """Asked before a computation, whose thread must not read the roster."""
-        return len(self._partners()) < 2
+    def _is_only(self, partner: str) -> bool:
+        """Say whether no other partner is listed: one that is not may have chosen so.
 
-    async def adopting(self, wire: Tensors, snapshot: Snapshot, *, disowned: bool) -> Step:
-        """Check weights that we are to adopt; return the step to them. `disowned`: ours are known to be worth nothing.
+        Asked before a computation, whose thread must not read the roster.
+        """
+        return all(each.peer == partner for each in self._partners())
 
-        Raises another ConnectionAbortedError than Implausible where the partner may be right, and we do not follow.
+    async def adopting(self, partner: str, wire: Tensors, snapshot: Snapshot, *, disowned: bool) -> Step:
+        """Check a partner's weights that we are to adopt; return the step to them.
+
+        `disowned`: ours are known to be worth nothing. Raises another ConnectionAbortedError than Implausible where the
+        partner may be right, and we do not follow.
         """
         theirs = Coded(absolute(self._codec), wire)
-        own, fast, only = self._adopted(snapshot), snapshot.fast, self._has_one_partner_at_most
+        own, fast, only = self._adopted(snapshot), snapshot.fast, self._is_only(partner)
 
         def check_theirs() -> None:
             check(theirs, own, own.norm())

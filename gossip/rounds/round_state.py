@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, NamedTuple
 
 from gossip.exchange.codec import Sides
@@ -23,6 +24,9 @@ from gossip.settings import OuterConfig
 
 POLL_S = 1.0  # how often the last round looks whether anybody is left
 LATE_AT_MOST = 4  # exchanges in a row that ran out of time, each of which doubles the time of the next
+TIMES_LOST = 10.0
+"""A peer is left alone for so many times as long as we have lost by it: it takes a tenth of our time at most."""
+USUAL_OF = 16  # meetings with a step of ours whose median duration is usual
 VAIN_AT_MOST = 3  # meetings without a step of ours that one partner may have in a round; more are no accident
 MOST_MET = 256  # partners that are remembered to have been met
 COUNTED = (
@@ -182,6 +186,10 @@ class RoundState:
         """The claims of these candidates; computed anew for others, and once there is another partner."""
         self._vain_meetings: Counter[str] = Counter()
         """By partner, the meetings of this round that ended without a step of ours."""
+        self._declined_until: dict[str, float] = {}
+        """Until when partners that have held us up are declined."""
+        self._durations: deque[float] = deque(maxlen=USUAL_OF)
+        """Seconds of the latest meetings that ended in a step of ours."""
         self._late = 0  # recent exchanges that ran out of time, less those that did not
         self._changed = asyncio.Event()
 
@@ -292,7 +300,7 @@ class RoundState:
             engaged=self.meeting is not None,
             asking=self.asking,
             leaving=self.leaving,
-            had=self._vain_meetings[sender] >= VAIN_AT_MOST,
+            had=self._vain_meetings[sender] >= VAIN_AT_MOST or self._declined_until.get(sender, 0.0) > now(),
             preference_delay_s=self.schedule.preference_delay_s(place, max(len(order), place + 1)),
             ready_in_s=self.schedule.ready_in_s,
         )
@@ -346,7 +354,7 @@ class RoundState:
             raise self._illegal("step")
         self.queue.forget_proposals()
         if isinstance(self.phase, InMeeting):
-            self._note_met(self.phase.meeting.partner)
+            self._note_met(self.phase.meeting)
         self.phase = Stepping(pending, asyncio.create_task(take(pending), name="outer step"))
         self.ring()
 
@@ -406,7 +414,9 @@ class RoundState:
     def begin_round(self, *, last: bool) -> None:
         """Count a new round, in which everybody may be asked anew."""
         self.schedule.open(self.claims, last=last)
-        self.queue.clear()
+        now_s = now()
+        self._declined_until = {peer: until for peer, until in self._declined_until.items() if until > now_s}
+        self.queue.clear(now_s)
         self._vain_meetings.clear()
 
     def ask(self, peer: str) -> None:
@@ -418,13 +428,41 @@ class RoundState:
         if peer in self.partners.peers:
             self.queue.proposed(peer)
 
-    def note_vain_meeting(self, partner: str) -> None:
-        """Put this partner off, and count the meeting against its bound for this round."""
-        self._vain_meetings[partner] += 1
-        self.queue.put_off(partner, self.timeouts.sleep_s, now())
+    def note_vain_meeting(self, meeting: Meeting) -> None:
+        """Put this partner off, and count the meeting against its bound for this round.
 
-    def _note_met(self, partner: str) -> None:
+        What it took beyond the usual time of a meeting is lost; a partner by which we have lost much has no other soon.
+        """
+        partner, now_s = meeting.partner, now()
+        self._vain_meetings[partner] += 1
+        usual_s = median(self._durations) if self._durations else self.timeouts.sleep_s
+        took_s = min(now_s - meeting.since_s, self.exchange_s)  # more of it we were away ourselves
+        alone_s = self._leave_alone(partner, took_s - usual_s)
+        if alone_s > self.timeouts.sleep_s:
+            self._declined_until[partner] = now_s + alone_s
+
+    def note_silence(self, peer: str, waited_s: float, why: str) -> None:
+        """Put a peer off that has not answered our proposal; its own are accepted."""
+        self.counts["unanswered"] += 1
+        self.silence = why
+        self._leave_alone(peer, waited_s)
+
+    def _leave_alone(self, peer: str, lost_s: float) -> float:
+        """Put a peer off by which we have lost so much time; return for how long.
+
+        For longer than is usual only if there is another, and then whatever rounds open meanwhile.
+        """
+        alone_s = TIMES_LOST * lost_s
+        if alone_s > self.timeouts.sleep_s and any(other != peer for other in self.partners.peers):
+            self.queue.leave_alone(peer, alone_s, now())
+            return alone_s
+        self.queue.put_off(peer, self.timeouts.sleep_s, now())
+        return self.timeouts.sleep_s
+
+    def _note_met(self, meeting: Meeting) -> None:
         """Note that a partner has brought weights that we could use."""
+        partner = meeting.partner
+        self._durations.append(now() - meeting.since_s)
         self._claimants = None
         self.met_partners.pop(partner, None)
         self.met_partners[partner] = None

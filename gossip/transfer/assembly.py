@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -223,9 +223,11 @@ class StateAssembly:
         self._turn_to(_NOTHING)
 
     def _turn_to(self, source: _Source) -> None:
-        self._source = source
+        self._source, manifest = source, source.manifest
         if self._keep is not None:
-            self._keep.follow(source.manifest, source.settled)
+            # Another process has to know the last meeting of earlier donors too.
+            noted = None if manifest is None else replace(manifest, last_met=source.last_met)
+            self._keep.follow(noted, source.settled)
 
     def state(self) -> ReplicaState:
         """Return the state, once all pieces are here."""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NoReturn, Unpack
 from torch import Tensor, nn, optim
 
 from noloco_node.api import foreign_stage
-from noloco_node.api.peer import Leaves, NodeThread, PeerOptions, at_exit, parsed
+from noloco_node.api.peer import Leaves, NodeThread, OwnModelOptions, PeerOptions, at_exit, parsed
 from noloco_node.api.training_thread import IterationClock, TrainingThread
 from noloco_node.cli.host_machine import Machine, MachineRequest
 from noloco_node.errors import Exit, UserError, config_error, usage_error
@@ -40,6 +40,7 @@ class GossipOptimizer(Leaves, optim.Optimizer):
         self._inner = optimizer  # first: what this class has not, the wrapped optimiser has
         self._refuse_second()
         _check_types(optimizer, module)
+        _check_options(options)
         parameters = foreign_stage.trained_parameters(module)
         _check_optimised(parameters, optimizer)
         device = next(iter(parameters.values())).device
@@ -229,6 +230,16 @@ def _check_types(optimizer: object, module: object) -> None:
             "GossipOptimizer takes an optimiser of torch and a module, in this order.",
             why=f"it was given objects of the types {type(optimizer).__name__} and {type(module).__name__}",
             hint='GossipOptimizer(torch.optim.AdamW(model.parameters()), model, "invite")',
+        )
+
+
+def _check_options(options: Mapping[str, object]) -> None:
+    """Raise `UserError` for an option of a node with a model of its own: here the module and its loop are given."""
+    if useless := options.keys() & (OwnModelOptions.__annotations__.keys() - PeerOptions.__annotations__.keys()):
+        raise usage_error(
+            f"GossipOptimizer has no option {min(useless)}.",
+            "the program has made the module, put it on a device and reads the text itself, so it would do nothing",
+            "the options that docs/python.md lists for it, and the program's own ways for the rest",
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -14,6 +13,7 @@ import msgspec
 from noloco_node.api.loop_thread import LoopThread, finished
 from noloco_node.cli.options import default_home, invite_text
 from noloco_node.export.sources import check_export
+from noloco_node.network.swarm_clock import CLOCK
 from noloco_node.observe.roster_observer import RosterObserver
 from noloco_node.observe.swarm_view import SwarmView, plain
 from noloco_node.storage.home import typed
@@ -76,7 +76,7 @@ class Swarm:
 
         async def look() -> SwarmStatus:
             async with visited(self._invite, self._visitor) as (_, recipe, membership):
-                return _status(RosterObserver(recipe.run, recipe.digest).view(membership.roster, time.time()))
+                return _status(RosterObserver(recipe.run, recipe.digest).view(membership.roster, CLOCK.unix_s()))
 
         return finished(look, "noloco-status")
 
@@ -91,7 +91,7 @@ class Swarm:
                     while True:
                         if roster is not membership.roster:
                             roster = membership.roster
-                            seen.put(_status(observer.view(roster, time.time(), membership.news_age_s)))
+                            seen.put(_status(observer.view(roster, CLOCK.unix_s(), membership.news_age_s)))
                         await asyncio.sleep(LOOK_EVERY_S)
 
         thread = LoopThread(follow, "noloco-watch", lambda: seen.put(None))

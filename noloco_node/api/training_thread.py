@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -55,10 +56,11 @@ class TrainingThread(Executor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more jobs, cancel those that wait, and let the one in hand end."""
         self._is_closed = True
-        while not self._jobs.empty():
-            job = self._jobs.get()
-            if job is not None:
-                job.future.cancel()
+        with suppress(queue.Empty):
+            while True:  # the thread that trains may take the last one at this moment
+                job = self._jobs.get_nowait()
+                if job is not None:
+                    job.future.cancel()
         self.wake()
         if wait:
             with self._working:

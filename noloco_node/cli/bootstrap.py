@@ -24,7 +24,8 @@ from noloco_node.machine.system import allow_files
 from noloco_node.network.bans import BanHook
 from noloco_node.network.calls import HookedNetwork
 from noloco_node.network.interface import PeerNetwork
-from noloco_node.node.health import SKEW_S, wrong_clock
+from noloco_node.network.swarm_clock import CLOCK, CLOCK_DOUBT_S
+from noloco_node.node.health import wrong_clock
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import short
 from noloco_node.run.config import RunConfig
@@ -53,7 +54,7 @@ LINE_EVERY_S = 60.0
 class BootstrapOptions:
     """The options of `bootstrap`."""
 
-    run: Annotated[Path, typer.Option("--run", help="The run file to serve.")] = Path("run.toml")
+    run: Annotated[Path, typer.Option(help="The run file to serve.")] = Path("run.toml")
     listen: shared.ListenOption = None
     announce: shared.AnnounceOption = None
     home: shared.HomeOption = None
@@ -207,8 +208,8 @@ async def tell_of(membership: Membership) -> None:
         if line != shown or loop_s() - shown_at > LINE_EVERY_S:
             say(line)
             shown, shown_at = line, loop_s()
-        skew_s = membership.skew_s  # None where too few peers are there to tell
-        if skew_s is not None and clock_is_wrong != (abs(skew_s) >= SKEW_S):
+        skew_s = CLOCK.ahead_s()
+        if clock_is_wrong != (abs(skew_s) >= CLOCK_DOUBT_S):
             clock_is_wrong = not clock_is_wrong
             condition = wrong_clock(skew_s)
             if clock_is_wrong:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,10 +21,11 @@ from noloco_node.machine import memory
 from noloco_node.machine.device import Device
 from noloco_node.machine.interface import Dimensions, FirstWeights, Host
 from noloco_node.machine.system import asleep_s
+from noloco_node.network.swarm_clock import CLOCK
 from noloco_node.planning.bandwidth import bandwidth_seconds, microbatch_bytes
 from noloco_node.planning.checkpoint_map import RunWeights
 from noloco_node.planning.model_layout import ModelLayout, make_stage, model_layout
-from noloco_node.planning.plan import KeptGraphs, device_needs, graphs_that_fit
+from noloco_node.planning.plan import KeptGraphs, graphs_that_fit, memories_on
 from noloco_node.run.config import RunConfig
 from noloco_node.storage.checkpoint import Checkpoint, evaluated_in, save
 from noloco_node.storage.checkpoint_store import CheckpointStore
@@ -73,7 +73,10 @@ class HostDisk(Host):
         return PartialDownload(self._home.partial_download, stage, say)
 
     def unix_time(self) -> float:
-        return time.time()
+        return CLOCK.unix_s()
+
+    def clock_ahead_s(self) -> float:
+        return CLOCK.ahead_s()
 
     def asleep_s(self) -> float:
         return asleep_s()
@@ -161,20 +164,25 @@ class HostMachine(StageHost):
 
     def __init__(self, layout: ModelLayout, checkpoint: FirstCheckpoint, request: MachineRequest, peer: str) -> None:
         super().__init__(layout, checkpoint, request, peer)
-        self._layout, free = layout, (self.free_bytes(), self.free_beside_bytes())
-        needs = device_needs(request.recipe.run, layout, request.torch_device, *free)
-        self._moments_beside = needs.moments_beside
-        self.needs_bytes, self.graph_bytes = list(needs.device), list(needs.graph)
-        self.beside_bytes = list(needs.beside)
+        self._layout, free = layout, self.free_bytes()
+        self._needs = memories_on(request.recipe.run, layout, request.torch_device)
+        if DEVICE_TYPES[request.torch_device.type].shares_memory:
+            self.needs_bytes = [each.total for each in self._needs]
+        else:
+            room = memory.usable_bytes(free), memory.usable_bytes(self.free_beside_bytes())
+            self._needs = tuple(each.placed(*room) for each in self._needs)
+            self.needs_bytes = [each.computing for each in self._needs]
+            self.beside_bytes = [each.beside for each in self._needs]
+        self.graph_bytes = [each.graphs for each in self._needs]
         pipeline, plain = request.recipe.run.pipeline, 1.0 + layout.backward
-        kept = [self._kept(stage, free[0]) for stage in range(len(needs.graph))]
+        kept = [self._kept(stage, free) for stage in range(len(self._needs))]
         self.passes = [plain + each.computed_again(pipeline.in_flight(stage)) for stage, each in enumerate(kept)]
         self.passes_alone = [plain + each.computed_again(1) for each in kept]
 
     def build(self, stage: int) -> Stage:
         # The driver still counts the memory of a stage that we left as ours.
         DEVICE_TYPES[self._torch_device.type].empty_cache(self._torch_device)
-        run, kept, beside = self._recipe.run, self._kept(stage, self.free_bytes()), self._moments_beside[stage]
+        run, kept, beside = self._recipe.run, self._kept(stage, self.free_bytes()), self._needs[stage].moments_beside
         return make_stage(
             run, self._layout, stage, self._torch_device, kept.number, by_layers=kept.by_layers, moments_beside=beside
         )

@@ -138,9 +138,9 @@ async def take_part(
         closing(Bar()) as bar,
     ):
         others = home.run(invite.digest).other_runs()
-        if others.number:  # no node removes them
-            size, place = format_bytes(others.size_bytes), home.run(invite.digest).path.parent
-            kept = f"this home keeps {size} of other runs ({others.number}) below {place}"
+        if others:  # no node removes them
+            size, place = format_bytes(sum(others)), home.run(invite.digest).path.parent
+            kept = f"this home keeps {size} of other runs ({len(others)}) below {place}"
             say(f"{kept}; you may remove a directory there")
         for line in under_other_ids(home.path, invite.digest):
             warn(line)

@@ -25,7 +25,7 @@ def me(
 
 @journal.command(name="export")
 def export_journal(
-    out: Annotated[Path, typer.Option("--out", metavar="PATH", help="New file; for curves a new directory.")],
+    out: Annotated[Path, typer.Option(metavar="PATH", help="New file; for curves a new directory.")],
     homes: Annotated[
         list[Path], typer.Argument(metavar="DIR", help="Homes of nodes, or directories that hold such homes.")
     ],

@@ -44,6 +44,7 @@ class MemberAction(StrEnum):
     INVITE = "invite"
     REVOKE = "revoke"
     BAN = "ban"
+    LIFT = "lift"
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,13 @@ class MemberOptions:
         str | None,
         typer.Argument(metavar="[PEER]", help="A peer id, or the first digits of a key as `list` prints it."),
     ] = None
-    run: Annotated[Path, typer.Option("--run", help="The run file, beside which the owner's key lies.")] = Path(
-        "run.toml"
-    )
+    run: Annotated[Path, typer.Option(help="The run file, beside which the owner's key lies.")] = Path("run.toml")
     invite: Annotated[
         str | None,
         typer.Option(
             callback=invite_text,
             help="The line that a bootstrap peer printed, or a file that holds it: `invite` adds a credential to it, "
-            "`revoke` and `ban` hand that peer the list.",
+            "`revoke`, `ban` and `lift` hand that peer the list.",
         ),
     ] = None
     days: Annotated[
@@ -75,18 +74,18 @@ class MemberOptions:
 
 
 def members(
-    action: Annotated[MemberAction, typer.Argument(metavar="ACTION", help="list, invite, revoke or ban.")],
+    action: Annotated[MemberAction, typer.Argument(metavar="ACTION", help="list, invite, revoke, ban or lift.")],
     options: MemberOptions,
 ) -> None:
     """Let peers into your run and shut them out, with the owner's key beside the run file; it needs no network.
 
     `invite` prints an invite for one identity: PEER's, or that of the first peer
     that shows it. `revoke` ends a ticket or such an invite, `ban` shuts a peer
-    out for some days; both hand the list to a bootstrap peer, and say whether it
-    has taken the list.
+    out for some days, `lift` ends either before its time; all three hand the list
+    to a bootstrap peer, and say whether it has taken the list.
     """
     typer.echo(administer(action, options))
-    if action in (MemberAction.REVOKE, MemberAction.BAN):
+    if action in (MemberAction.REVOKE, MemberAction.BAN, MemberAction.LIFT):
         typer.echo(run(_revocation_report(options)))
 
 
@@ -106,6 +105,8 @@ def administer(action: MemberAction, options: MemberOptions) -> str:
     with owner_files.alone_with_members(options.run):
         if action is MemberAction.INVITE:
             return _invite(options, recipe, key, given)
+        if action is MemberAction.LIFT:
+            return _let_back(options, recipe, key)
         return _shut_out(options, recipe, key, is_ban=action is MemberAction.BAN)
 
 
@@ -153,6 +154,20 @@ def _shut_out(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKe
     return (
         f"shut out until {_day(revoked[subject])}: {peer_of(bytes.fromhex(subject))} and all that entered by it (list "
         f"number {changed.number})."
+    )
+
+
+def _let_back(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKey) -> str:
+    """Take a key off the list; peers believe the list with the highest number, whatever was on an earlier one."""
+    members, now_s = owner_files.load_members(options.run), time.time()
+    subject = _subject(options.who, members)
+    peer = peer_of(bytes.fromhex(subject))
+    if members.revoked.get(subject, 0) <= now_s:
+        raise _usage(f"{peer} is not shut out.", "`noloco-node members list` says who is", "there is nothing to lift")
+    changed = owner_files.with_revoked(members, key, recipe.digest, {subject: 0}, now_s)
+    owner_files.save_members(options.run, changed)
+    return (
+        f"let back in, as long as its tickets last: {peer} and all that entered by it (list number {changed.number})."
     )
 
 

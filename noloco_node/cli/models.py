@@ -26,7 +26,6 @@ AdaptedOption = Annotated[
 HomesOption = Annotated[
     list[Path] | None,
     typer.Option(
-        "--from-home",
         metavar="HOME",
         help="Home of a node of the run: its checkpoint, and the snapshots it keeps. May be given more than once.",
     ),
@@ -70,7 +69,7 @@ class ExportOptions:
 
 
 def export(
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="New directory for the checkpoint.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="New directory for the checkpoint.")],
     options: ExportOptions,
     invite: Annotated[
         str | None,

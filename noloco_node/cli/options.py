@@ -1,6 +1,7 @@
 """What several commands share: arguments, options, and how they are read; and the options of `join`.
 
-An option of any other single command stands with that command.
+An option of any other single command stands with that command. An option is called as its parameter; a flag names
+itself, or it would have a --no-... beside it.
 """
 
 from __future__ import annotations
@@ -137,7 +138,6 @@ KeptInviteArgument = Annotated[
 HomeOption = Annotated[
     Path | None,
     typer.Option(
-        "--home",
         parser=typed,
         metavar="DIR",
         help="Directory of this node: identity, journal, checkpoints. One running node each.",
@@ -156,7 +156,6 @@ OWNER_RUN = Path("run.toml")
 ListenOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--listen",
         metavar="MULTIADDR",
         help="Address to listen on, such as /ip4/0.0.0.0/tcp/4001 or /ip6/::/tcp/4001; for QUIC with "
         "/udp/4001/quic-v1 at its end. May be given more than once.",
@@ -166,7 +165,6 @@ ListenOption = Annotated[
 AnnounceOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--announce",
         metavar="MULTIADDR",
         help="Address at which others reach you, when it is not the one you listen on (behind NAT, in Docker).",
     ),
@@ -174,7 +172,6 @@ AnnounceOption = Annotated[
 DeviceOption = Annotated[
     str,
     typer.Option(
-        "--device",
         help="Where to compute: auto (the GPU with the most free memory, if there is one), cpu, cuda, cuda:N or mps "
         "(the GPU of an Apple processor).",
     ),
@@ -182,7 +179,6 @@ DeviceOption = Annotated[
 LocalOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--local",
         metavar="DIR",
         help="A directory of this machine that the run file may name, with a tokenizer. May be given more than "
         "once. The file comes from others: nothing else of this machine is read for it.",
@@ -193,7 +189,7 @@ LocalOption = Annotated[
 
 def weights_option(what: str, show_default: bool | str = True) -> Any:
     """Return the option `--weights`, a directory with a model; `what`: which."""
-    return typer.Option("--weights", metavar="DIR", help=what, callback=directory_there, show_default=show_default)
+    return typer.Option(metavar="DIR", help=what, callback=directory_there, show_default=show_default)
 
 
 WeightsOption = Annotated[
@@ -206,18 +202,14 @@ WeightsOption = Annotated[
 UploadOption = Annotated[
     str | None,
     typer.Option(
-        "--max-upload",
         metavar="RATE",
         help="Most that is sent, such as 20mbit or 2.5MB/s. Others send a peer what its line carries.",
     ),
 ]
-DownloadOption = Annotated[
-    str | None, typer.Option("--max-download", metavar="RATE", help="Most that is taken, such as 50mbit.")
-]
+DownloadOption = Annotated[str | None, typer.Option(metavar="RATE", help="Most that is taken, such as 50mbit.")]
 CapOption = Annotated[
     str | None,
     typer.Option(
-        "--monthly-cap",
         metavar="SIZE",
         help="Traffic of a calendar month, both ways, such as 300GB. When it is used up the node leaves politely and "
         "comes back next month.",
@@ -225,9 +217,7 @@ CapOption = Annotated[
 ]
 MetricsOption = Annotated[
     str | None,
-    typer.Option(
-        "--metrics", metavar="[HOST:]PORT", help="Serve figures for Prometheus at this port, to this machine alone."
-    ),
+    typer.Option(metavar="[HOST:]PORT", help="Serve figures for Prometheus at this port, to this machine alone."),
 ]
 MetricsOpenOption = Annotated[
     bool, typer.Option("--metrics-open", help="Let --metrics name an address that others can reach.")
@@ -235,7 +225,6 @@ MetricsOpenOption = Annotated[
 WebOption = Annotated[
     str | None,
     typer.Option(
-        "--web",
         metavar="[HOST:]PORT",
         help="Show the swarm in a browser at this port, to this machine alone unless an address is given; 0 takes any "
         "port. The address that is printed holds a random token.",
@@ -372,13 +361,12 @@ class JoinOptions:
     sample: Annotated[
         list[str] | None,
         typer.Option(
-            "--sample",
             metavar="PROMPT",
             help="Text from which the model goes on at each evaluation that this node makes, in a run of one stage "
             "(evaluate_every_rounds). May be given more than once.",
         ),
     ] = None
-    name: Annotated[str | None, typer.Option("--name", help="Name that others see beside this peer's id.")] = None
+    name: Annotated[str | None, typer.Option(help="Name that others see beside this peer's id.")] = None
     begin_anew: Annotated[
         bool,
         typer.Option(
@@ -418,7 +406,6 @@ class JoinOptions:
     log_to: Annotated[
         list[str] | None,
         typer.Option(
-            "--log-to",
             metavar="|".join(CurveFormat),
             help="Draw losses, learning rate and rounds there while the node trains: train/loss, eval/loss and so on, "
             "over its inner steps. Files lie in the home's `curves`; pip installs the package. May be given more than "

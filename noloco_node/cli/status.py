@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import io
 import shutil
-import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
@@ -17,10 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from noloco_node.cli import options
 from noloco_node.machine.signals import run, run_until_interrupted
+from noloco_node.network.swarm_clock import CLOCK
 from noloco_node.observe.bottleneck import all_waits
 from noloco_node.observe.playback import Keyboard, Playback, Recording, read_journals
 from noloco_node.observe.roster_observer import RosterObserver
@@ -31,18 +34,25 @@ from noloco_node.swarm.access import Visitor, visited
 from noloco_node.swarm.roster import PeerRecord, Roster, shown_name, some_addresses
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.tasks import background
+from noloco_node.web.places import PagePlace
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from noloco_node.web.places import PagePlace
     from noloco_node.web.server import Page
 
 DRAW_EVERY_S = 1.0
 PLAY_EVERY_S = 0.1
 PLAIN_MOMENTS = 40  # views of a recording that is printed as lines
 MOST_SOURCES_SHOWN = 64  # the most sources in the table
-FIGURES = ("step", "round", "progress", "loss", "gap", "tokens/s", "ms")  # of a peer in the table
+FIGURES: Mapping[str, Callable[[PeerRecord], str]] = {
+    "step": lambda record: str(record.inner_steps),
+    "round": lambda record: str(record.round),
+    "progress": lambda record: f"{record.progress:.1%}",
+    "loss": lambda record: "" if record.loss is None else f"{record.loss:.3f}",
+    "gap": lambda record: "" if record.gap is None else f"{record.gap:.4f}",
+    "tokens/s": lambda record: f"{record.tokens_per_s:,.0f}",
+    "ms": lambda record: f"{1000 * record.device_s:.0f}" if record.device_s else "",
+}
+"""Of a peer in the table."""
 SPARED = ("progress", "gap", "ms")  # figures that a narrow terminal has no room for
 TABLE_WIDTH = 80  # columns that all figures fit
 
@@ -99,8 +109,6 @@ def picture(recipe: RunFileText, roster: Roster, late: Mapping[str, float] = Map
 
     `late`: seconds since the last news of peers that may be dead.
     """
-    from rich.table import Table
-
     view = _view(recipe, roster)
     text = io.StringIO()
     console = Console(file=text, width=shutil.get_terminal_size().columns)
@@ -138,49 +146,32 @@ def picture(recipe: RunFileText, roster: Roster, late: Mapping[str, float] = Map
 
 
 def _peer_table(title: str, roster: Roster, left_out: Collection[str]) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     caption = None if "ms" in left_out else "ms: device time of a microbatch"
     table = Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=0)
     for heading in ("stage", "peer", "state"):
         table.add_column(heading, no_wrap=True)
-    for heading in (each for each in FIGURES if each not in left_out):
+    figures = {heading: figure for heading, figure in FIGURES.items() if heading not in left_out}
+    for heading in figures:
         table.add_column(heading, justify="right", no_wrap=True)
     for number, records in enumerate(roster.stages):
         table.add_section()
         if roster.is_sample:
             table.add_row(str(number), f"{len(records)} of {roster.size(number)}")
         for record in sorted(records, key=lambda record: record.peer):
-            figures = zip(FIGURES, _figures(record), strict=True)
-            shown = (figure for name, figure in figures if name not in left_out)
+            shown = (figure(record) for figure in figures.values())
             table.add_row(str(number), _said(short(record.peer)), str(record.state), *shown)
         if not records:
             table.add_row(str(number), "[bold red]nobody[/]")
     return table
 
 
-def _figures(record: PeerRecord) -> tuple[str, ...]:
-    return (
-        str(record.inner_steps),
-        str(record.round),
-        f"{record.progress:.1%}",
-        "" if record.loss is None else f"{record.loss:.3f}",
-        "" if record.gap is None else f"{record.gap:.4f}",
-        f"{record.tokens_per_s:,.0f}",
-        f"{1000 * record.device_s:.0f}" if record.device_s else "",
-    )
-
-
 def _said(words: str | None) -> str:
     """Return a stranger's words as plain text, without markup or control characters of a terminal."""
-    from rich.markup import escape
-
     return escape(plain(words))
 
 
 def _view(recipe: RunFileText, roster: Roster) -> SwarmView:
-    return RosterObserver(recipe.run, recipe.digest).view(roster, time.time())
+    return RosterObserver(recipe.run, recipe.digest).view(roster, CLOCK.unix_s())
 
 
 class Shown(NamedTuple):
@@ -230,7 +221,7 @@ async def _follow(invite: str, shown: Shown, visitor: Visitor) -> None:
     """Show the swarm of an invite until interrupted."""
     async with visited(invite, visitor) as (_, recipe, membership):
         observer = RosterObserver(recipe.run, recipe.digest)
-        view = observer.view(membership.roster, time.time(), membership.news_age_s)
+        view = observer.view(membership.roster, CLOCK.unix_s(), membership.news_age_s)
         if shown.once:
             _print_view(view, as_json=shown.as_json)
             return
@@ -250,7 +241,7 @@ async def _follow(invite: str, shown: Shown, visitor: Visitor) -> None:
                         if not shown.as_json:
                             live.show(view)  # the terminal may have another size by now
                     seen = membership.roster
-                    view = observer.view(seen, time.time(), membership.news_age_s)
+                    view = observer.view(seen, CLOCK.unix_s(), membership.news_age_s)
 
 
 async def replay(places: Sequence[Path], shown: Shown) -> None:

@@ -40,13 +40,9 @@ SUFFIXES = {
 
 
 class _Chunk(NamedTuple):
-    """Texts of consecutive rows, each as stretches, and the rows' names.
+    """Consecutive rows: the stretches of text and the name of each; the stream's state after them, None at its end."""
 
-    `state`: the stream's after them, None at the end of the shard.
-    """
-
-    texts: list[tuple[str, ...]]
-    names: list[str]
+    rows: list[tuple[tuple[str, ...], str]]
     state: Any
 
 
@@ -121,13 +117,13 @@ class RowDocuments:
                 self.seek({"epoch": self._epoch + 1, "turn": 0, "chunk": 0, "state": None, "index": 0})
             if self._chunk is None:
                 self._chunk = self._persist(self._read_chunk)
-                self._chunk_order = self._arrange(len(self._chunk.texts))
-            if self._index < len(self._chunk.texts):
+                self._chunk_order = self._arrange(len(self._chunk.rows))
+            if self._index < len(self._chunk.rows):
                 place = self.place
-                row = self._chunk_order[self._index]
+                texts, name = self._chunk.rows[self._chunk_order[self._index]]
                 self._index += 1
                 self._in_epoch += 1
-                return Document(place, self._chunk.texts[row], self._chunk.names[row])
+                return Document(place, texts, name)
             self._turn_page()
 
     def _arrange(self, count: int) -> Any:
@@ -151,8 +147,7 @@ class RowDocuments:
             if self._state is not None:
                 self._shard.load_state_dict(self._state)
             self._rows_left = iter(self._shard)
-        texts: list[tuple[str, ...]] = []
-        names: list[str] = []
+        read: list[tuple[tuple[str, ...], str]] = []
         bad: list[BadRow] = []
         side = row_side_of if self._data.has_rows else side_of
         characters = 0
@@ -161,12 +156,11 @@ class RowDocuments:
             self.rows_seen += 1
             text, name = self._read(row, bad)
             if stretches := side(text, self._order.part, self._data.validation_percent):
-                texts.append(stretches)
-                names.append(name)
+                read.append((stretches, name))
             characters += len(text)
             self._texts_seen += bool(text)
             if rows >= CHUNK_ROWS or characters >= CHUNK_CHARACTERS:
-                chunk = _Chunk(texts, names, self._shard.state_dict())
+                chunk = _Chunk(read, self._shard.state_dict())
                 break
         if self._first_pass:  # a chunk that had to be read again is counted once
             for each in bad:
@@ -174,7 +168,7 @@ class RowDocuments:
         # A pass over files ends, and says the same then; over a data set of the hub it may take weeks.
         if self._data.source == "hub" and not self._texts_seen and self.rows_seen >= CHUNK_ROWS:
             raise self._no_text()
-        return chunk or _Chunk(texts, names, None)
+        return chunk or _Chunk(read, None)
 
     def _no_text(self) -> UserError:
         none = f"none of its rows ({self.rows_seen}) has any" if self.rows_seen else "it has no rows"

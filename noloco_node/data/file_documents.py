@@ -4,8 +4,7 @@ A document is a file, or one piece of a longer file, cut at the end of a line. A
 documents by (seed, peer, epoch); unshuffled it is their sorted order from a place by (seed, peer).
 
 Validation holds out **parts** of a few kilobytes of whole lines, those whose own SHA-256 falls into the share asked
-for: no peer trains on a part that another holds out. A part ends at a line whose hash says so, so an edit moves only
-the parts around it. A document shorter than a part is held out whole or not at all.
+for (docs/design/data-and-models.md). A document shorter than a part is held out whole or not at all.
 """
 
 from __future__ import annotations
@@ -349,7 +348,8 @@ def find_files(path: str, suffixes: tuple[str, ...] = ("",)) -> list[tuple[str, 
             os_errors_as(config_error, what, "a path that the user of this node may read, and its directories list"),
             suppress(FileNotFoundError, NotADirectoryError, ValueError),  # the last: a NUL
         ):
-            os.listdir(given)
+            for name in os.listdir(given):
+                os.stat(os.path.join(given, name))
         plain_ones = [suffix for suffix in suffixes if suffix.count(".") == 1]  # packed ones would make a long list
         of_kind = f"{' or '.join(plain_ones)} " if plain_ones else ""
         within = "it is no file, no directory with {}files in it, and no glob that matches one"
@@ -370,7 +370,7 @@ def _below(root: Path, pruned: frozenset[str]) -> list[tuple[str, Path]]:
     for directory, below, names in os.walk(root):
         below[:] = [name for name in below if name not in pruned and not name.startswith(".")]
         paths = [Path(directory, name) for name in names if not name.startswith(".")]
-        found += [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
+        found += [(path.relative_to(root).as_posix(), path) for path in paths if os.path.isfile(path)]
         if len(found) > MOST_FILES:
             raise config_error(
                 f"There are more than {MOST_FILES} files below {root}.",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import groupby
 from statistics import median
 from textwrap import wrap
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from torch import Tensor
@@ -26,14 +27,6 @@ MEASURED = 10_000  # rows of which the tokens are counted, or until some fit; of
 WIDTH = 80
 GIVEN, LEARNT = "  | ", "  > "  # begin a line of text: tokens that are only given, and tokens that are learnt
 MOST_LINES = 12  # lines shown of a stretch of text; of a longer one its two ends
-
-
-class _Counts(NamedTuple):
-    """Of rows that fit: how many tokens each has, and how many of them are learnt."""
-
-    tokens: list[int]
-    learnt: list[int]
-    too_long: list[int]
 
 
 def preview(run: RunConfig, data: DataConfig) -> Iterator[str]:
@@ -77,16 +70,13 @@ def _what_is_read(data: DataConfig) -> str:
 
 
 def _text(data: DataConfig, length: int, seed: int) -> Iterator[str]:
-    blocks = open_blocks(data, length, seed, "")
-    tokenizer = open_tokenizer(data)
-    try:
+    with closing(open_blocks(data, length, seed, "")) as blocks:
+        tokenizer = open_tokenizer(data)
         for number in range(1, SHOWN + 1):
             (block,) = blocks.next_batch(1)
             yield f"Sequence {number}, which begins in {blocks.document}"
             yield from _shown(block[:length], tokenizer)
             yield ""
-    finally:
-        blocks.close()
     yield f"Each token is learnt ({LEARNT.strip()}): the form is text."
 
 
@@ -95,8 +85,9 @@ def _rows(data: DataConfig, length: int) -> Iterator[str]:
     whole = msgspec.structs.replace(data, validation_percent=100.0)
     documents = RowDocuments(whole, ReadingOrder("validation", 0, "", shuffle=False), lambda: load_rows(data), unread)
     tokenizer = open_tokenizer(data)
-    counts, shown, fitting, held_out, more = _Counts([], [], []), 0, 0, 0, False
-    try:
+    sizes = list[tuple[int, int]]()  # of each row that is measured: its tokens, and how many of them are learnt
+    shown, fitting, held_out, more = 0, 0, 0, False
+    with closing(documents):
         while (document := documents.next()) is not None:
             if data.source == "hub" and fitting + sum(unread.counts.values()) >= MEASURED:
                 more = True
@@ -108,7 +99,7 @@ def _rows(data: DataConfig, length: int) -> Iterator[str]:
                 except UnfitRowError as error:
                     unread.note(*error.noted(document.name))
                     continue
-                _count(tokens, length, counts)
+                sizes.append((len(tokens), learnt(tokens)))
                 if shown < SHOWN and len(tokens) <= length:
                     shown += 1
                     yield f"{document.name}: {len(tokens):,} tokens, {learnt(tokens):,} of them learnt"
@@ -116,10 +107,8 @@ def _rows(data: DataConfig, length: int) -> Iterator[str]:
                     yield ""
             fitting += 1
             held_out += bool(row_side_of(text, "validation", data.validation_percent))
-    finally:
-        documents.close()
-    if counts.tokens:
-        yield from _summary(counts, length, data, fitting, held_out, more=more)
+    if any(tokens <= length for tokens, _ in sizes):
+        yield from _summary(sizes, length, data, fitting, held_out, more=more)
     reasons = [each.removeprefix("text: ") for each in unread.summary()]
     if reasons:
         yield ""
@@ -143,19 +132,12 @@ def _rows(data: DataConfig, length: int) -> Iterator[str]:
         )
 
 
-def _count(tokens: Tensor, length: int, counts: _Counts) -> None:
-    if len(tokens) > length:
-        counts.too_long.append(len(tokens))
-    else:
-        counts.tokens.append(len(tokens))
-        counts.learnt.append(learnt(tokens))
-
-
 def _summary(
-    counts: _Counts, length: int, data: DataConfig, fitting: int, held_out: int, *, more: bool
+    sizes: list[tuple[int, int]], length: int, data: DataConfig, fitting: int, held_out: int, *, more: bool
 ) -> Iterator[str]:
-    measured = len(counts.tokens) + len(counts.too_long)
-    total, shortest, longest = sum(counts.tokens), min(counts.tokens), max(counts.tokens)
+    measured, too_long = len(sizes), [tokens for tokens, _ in sizes if tokens > length]
+    tokens, learnt_ones = zip(*(each for each in sizes if each[0] <= length), strict=True)
+    total, shortest, longest = sum(tokens), min(tokens), max(tokens)
     of = "" if measured == fitting and not more else f" of the first {measured:,}"
     rows = "row fits" if fitting == 1 else "rows fit"
     yield from _filled(
@@ -165,17 +147,17 @@ def _summary(
         yield from _filled(f"Of those after the first {measured:,} only the fields were looked at.")
     yield from _filled(
         f"Those{of} that fit a sequence have {shortest:,} to {longest:,} tokens, half of them "
-        f"{median(counts.tokens):,.0f} or fewer; {sum(counts.learnt) / total:.0%} of the tokens are learnt "
+        f"{median(tokens):,.0f} or fewer; {sum(learnt_ones) / total:.0%} of the tokens are learnt "
         f"({LEARNT.strip()}), the others are only given ({GIVEN.strip()})."
     )
-    sequences = sequences_of(counts.tokens, length) if data.packs else len(counts.tokens)
-    together = f"{len(counts.tokens) / sequences:.1f} rows share a sequence" if data.packs else "A row is a sequence"
+    sequences = sequences_of(tokens, length) if data.packs else len(tokens)
+    together = f"{len(tokens) / sequences:.1f} rows share a sequence" if data.packs else "A row is a sequence"
     yield from _filled(f"{together}: {1 - total / (length * sequences):.0%} of what is computed is filling.")
-    if count := len(counts.too_long):
+    if count := len(too_long):
         are = "is" if count == 1 else "are"
         yield from _filled(
             f"{count:,}{of or ' of them'} {are} longer than a sequence and {are} left out in training: the longest has "
-            f"{max(counts.too_long):,} tokens."
+            f"{max(too_long):,} tokens."
         )
 
 

@@ -248,11 +248,9 @@ def bound_sockets(groups: Iterable[int]) -> frozenset[Path]:
 
 def _unlink_sockets(paths: Iterable[Path]) -> None:
     for path in paths:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             if stat.S_ISSOCK(path.lstat().st_mode):
                 path.unlink()
-        except FileNotFoundError:
-            continue
 
 
 def leave_with_parent(descriptor: int) -> None:

@@ -57,9 +57,9 @@ def over_tokens(curve: Curve, histories: Sequence[PeerHistory]) -> list[Point]:
     """
     at, tokens = [point.x for point in curve.points], np.zeros(len(curve.points))
     for source in histories:
-        if source.stage == 0 and source.began_at is not None:
+        if source.drawn_tokens and source.began_at is not None:
             ends, drawn = zip(Point(source.began_at, 0.0), *source.drawn.points, strict=True)
-            tokens += np.interp(at, ends, drawn, right=source.tokens)
+            tokens += np.interp(at, ends, drawn, right=source.drawn_tokens)
     return [Point(x, point.value) for x, point in zip(tokens.tolist(), curve.points, strict=True)]
 
 

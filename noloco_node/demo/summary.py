@@ -110,7 +110,7 @@ class Outage:
 
 def trained(histories: Sequence[PeerHistory]) -> int:
     """Return the tokens that the swarm has trained on, counted where they were drawn (stage 0)."""
-    return sum(history.tokens for history in histories if history.stage == 0)
+    return sum(history.drawn_tokens for history in histories)
 
 
 def _rate(tokens: int, seconds: float) -> float | None:
@@ -120,14 +120,16 @@ def _rate(tokens: int, seconds: float) -> float | None:
 class PeerSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One peer, from its history. `gap_first`, `gap_last`: after its first and last round with a partner.
 
-    `busy`: share of the time between its first and last inner step for which its device had a core; None if the journal
-    does not tell. `slowdown`: how many times slower it acted.
+    `drawn_tokens`: those of `tokens` that it trained on at stage 0. `busy`: share of the time between its first and
+    last inner step for which its device had a core; None if the journal does not tell. `slowdown`: how many times
+    slower it acted.
     """
 
     name: str
     stage: int
     steps: int
     tokens: int
+    drawn_tokens: int
     loss: float | None
     met: int
     skipped: int
@@ -202,14 +204,14 @@ def _hops(histories: Sequence[PeerHistory]) -> tuple[HopShare, ...]:
     found = []
     for history in histories:
         receivers = [other for other in histories if other.stage == history.stage + 1 and other.peer is not None]
-        total = sum(history.hops.values())
-        peers = list(dict.fromkeys([*(other.peer or "" for other in receivers), *history.hops]))
+        hops = history.former_hops + Counter(history.hops)
+        peers = list(dict.fromkeys([*(other.peer or "" for other in receivers), *hops]))
         found += [
             HopShare(
                 sender=history.name,
                 receiver=names.get(peer, peer[-8:]),
-                microbatches=history.hops.get(peer, 0),
-                share=history.hops.get(peer, 0) / max(1, total),
+                microbatches=hops[peer],
+                share=hops[peer] / max(1, hops.total()),
                 even=1 / max(1, len(receivers)),
             )
             for peer in peers
@@ -218,11 +220,12 @@ def _hops(histories: Sequence[PeerHistory]) -> tuple[HopShare, ...]:
 
 
 def _bytes(histories: Sequence[PeerHistory]) -> dict[str, ByteTotals]:
-    purposes = sorted({purpose for history in histories for purpose in (*history.sent, *history.received)})
+    ledgers = [history.ledger for history in histories]
+    purposes = sorted({purpose for ledger in ledgers for purpose in (*ledger.sent, *ledger.received)})
     return {
         purpose: ByteTotals(
-            sent=sum(history.sent.get(purpose, 0) for history in histories),
-            received=sum(history.received.get(purpose, 0) for history in histories),
+            sent=sum(ledger.sent[purpose] for ledger in ledgers),
+            received=sum(ledger.received[purpose] for ledger in ledgers),
         )
         for purpose in purposes
     }
@@ -294,7 +297,7 @@ def _outage_lines(outage: OutageSummary | None) -> list[str]:
 
 def _share_lines(summary: Summary) -> list[str]:
     """Return a line for each stage with each peer's share of its work."""
-    drawn = {peer.name: peer.tokens for peer in summary.peers if peer.stage == 0}
+    drawn = {peer.name: peer.drawn_tokens for peer in summary.peers if peer.stage == 0}
     received = Counter[str]()
     for hop in summary.hops:
         received[hop.receiver] += hop.microbatches

@@ -73,21 +73,6 @@ def join(children: Children, invite: str, stage: int, home: Path, logs: Path, sl
     return children.start(f"peer {home.name}", tied_command("noloco_node", "join", invite, *options, *limits), logs)
 
 
-class _Measured(msgspec.Struct):
-    """What `evaluate --json` says of one model."""
-
-    model: str
-    loss: float
-    tokens: int
-    unigram_entropy: float
-
-
-class _AllMeasured(msgspec.Struct):
-    """What `evaluate --json` says of homes: of the merged model first, then of it with each replica in its place."""
-
-    models: list[_Measured]
-
-
 async def evaluation(children: Children, invite: str, homes: Sequence[Path], model: Path, logs: Path) -> ModelScores:
     """Export the model of a swarm to `model`, evaluate what its peers' homes hold, and have the model write."""
 
@@ -100,12 +85,12 @@ async def evaluation(children: Children, invite: str, homes: Sequence[Path], mod
         output("evaluate", "--json", *(word for home in homes for word in ("--from-home", str(home)))),
         output("generate", str(model), "--prompt", PROMPT, "--max-tokens", str(SAMPLE_TOKENS)),
     )
-    merged, *replicas = msgspec.json.decode(measured, type=_AllMeasured).models
+    merged, *replicas = msgspec.json.decode(measured)["models"]  # then with each replica in its stage's place
     return ModelScores(
-        merged=merged.loss,
-        replicas={each.model: each.loss for each in replicas},
-        unigram=merged.unigram_entropy,
-        tokens=merged.tokens,
+        merged=merged["loss"],
+        replicas={each["model"]: each["loss"] for each in replicas},
+        unigram=merged["unigram_entropy"],
+        tokens=merged["tokens"],
         prompt=PROMPT,
         sample=written.removeprefix(PROMPT).rstrip("\n"),
     )

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -19,12 +19,16 @@ from gossip.exchange import kernels
 from noloco_node.admission.ticket import peer_of_file
 from noloco_node.errors import Exit, UserError, reason_of, storage_error
 from noloco_node.libp2p.settings import ensure_identity
-from noloco_node.machine.memory import bytes_beside, free_bytes, machine_free_bytes, usable_bytes, wanted_bytes
+from noloco_node.machine.memory import free_bytes, machine_free_bytes, usable_bytes, wanted_bytes
 from noloco_node.machine.system import allow_files, allowed_files
+from noloco_node.storage.atomic_file import SPARE_BYTES
 from noloco_node.storage.checkpoint import KEPT, files
 from noloco_node.storage.home import HomePaths, RunPaths, typed
 from noloco_node.terminal import say
 from noloco_node.units import format_bytes
+
+if TYPE_CHECKING:
+    from noloco_node.planning.plan import Memory
 
 ENOUGH_FILES, FEW_FILES = 1024, 256
 CHECKPOINT_SETS = 5  # slow and fast weights, outer momentum and the optimiser's two moments
@@ -86,25 +90,11 @@ def exit_code(findings: Sequence[Finding]) -> Exit:
     return Exit.UNFIT if any(finding.grade is Grade.BAD for finding in findings) else Exit.OK
 
 
-class Need(NamedTuple):
-    """Bytes that a stage needs: on a CPU; on a GPU, and in main memory beside it; on the disk, for checkpoints.
+class Needs(NamedTuple):
+    """What each stage of a run needs of a machine: memory, and bytes on the disk for checkpoints, by stage."""
 
-    `moments`: of those on a GPU, what can lie beside it. `rest_of_graph`: what is better on the GPU than they are.
-    """
-
-    stage: int
-    memory: int
-    computing: int
-    beside: int
-    disk: int
-    moments: int = 0
-    rest_of_graph: int = 0
-
-    def placed(self, gpu: float, ram: float) -> Need:
-        """Return what a node takes of a machine with so many bytes free."""
-        room = usable_bytes(gpu), usable_bytes(ram)
-        moments = bytes_beside(self.computing, self.beside, self.moments, self.rest_of_graph, *room)
-        return self._replace(computing=self.computing - moments, beside=self.beside + moments)
+    memory: Sequence[Memory] = ()
+    disk: Mapping[int, int] = {}
 
 
 def judge_files(limit: int) -> Finding:
@@ -124,22 +114,23 @@ def judge_rounds(compiled: object | None) -> Finding:
     return ok("arithmetic of rounds", slow if compiled is None else "compiled")
 
 
-def judge_memory(free: int, needs: Sequence[Need], *, beside_gpu: bool = False) -> Finding:
-    """Judge the free main memory; beside a GPU it keeps the copies that gossip works with."""
-    wanted = {need.stage: wanted_bytes(need.beside if beside_gpu else need.memory) for need in needs}
+def judge_memory(free: int, needs: Sequence[int]) -> Finding:
+    """Judge the free main memory by the bytes that each stage needs of it."""
+    wanted = dict(enumerate(map(wanted_bytes, needs)))
     return _against("memory", free, wanted, "close other programs, or ask for a run with more stages")
 
 
-def judge_gpu(free: int, needs: Sequence[Need]) -> Finding:
-    wanted = {need.stage: wanted_bytes(need.computing) for need in needs}
+def judge_gpu(free: int, needs: Sequence[int]) -> Finding:
+    wanted = dict(enumerate(map(wanted_bytes, needs)))
     return _against("GPU memory", free, wanted, "--device cpu, or end what else runs on the GPU")
 
 
-def judge_disk(free: int | None, needs: Sequence[Need], home: Path) -> Finding:
+def judge_disk(free: int | None, needs: Mapping[int, int], home: Path) -> Finding:
+    """Judge the free disk by the bytes that stages need of it; None where it cannot be looked at."""
     if free is None:
         return fail("disk", f"{home} cannot be looked at", "give a directory of yours with --home")
     if needs or free >= LITTLE_DISK_BYTES:
-        wanted = {need.stage: DISK_ROOM * need.disk for need in needs}
+        wanted = {stage: DISK_ROOM * size + SPARE_BYTES for stage, size in needs.items()}
         return _against("disk", free, wanted, f"free some space at {home}, or give another --home")
     judge = warn if free >= NO_DISK_BYTES else fail
     return judge("disk", f"{format_bytes(free)} free at {home}", "free some space, or give another --home")
@@ -159,7 +150,7 @@ def require_disk(paths: RunPaths, weights: Mapping[int, int], kept: int, *, keep
     Raises `UserError` if there is no checkpoint to go on from either: such a node would never save anything. A node
     that has a checkpoint starts on a full disk, as it would have gone on there.
     """
-    needs = [Need(stage, 0, 0, 0, disk_bytes(size, kept, keeps_best=keeps_best)) for stage, size in weights.items()]
+    needs = {stage: disk_bytes(size, kept, keeps_best=keeps_best) for stage, size in weights.items()}
     finding = judge_disk(_free_disk(paths.path, [paths]), needs, paths.path)
     if finding.grade is not Grade.BAD:
         return None
@@ -195,22 +186,23 @@ def basics(home: Path) -> list[Finding]:
     return [ok("system", system), judge_files(allowed_files()), judge_rounds(kernels.COMPILED), _identity(home)]
 
 
-def capacity(home: Path, device: str, needs: Sequence[Need], run_id: str | None = None) -> Iterator[Finding]:
+def capacity(home: Path, device: str, needs: Needs, run_id: str | None = None) -> Iterator[Finding]:
     """Yield findings about the disk, and then, with torch, about the device and the memory.
 
     `needs`: of the stages of the run `run_id`, if there is one.
     """
     free_disk = _free_disk(home, [] if run_id is None else HomePaths(home).places_of(run_id))
-    yield judge_disk(free_disk, needs, home)
+    yield judge_disk(free_disk, needs.disk, home)
     announce_torch()
     seen, gpu = _device(device)
     yield seen
     memory = machine_free_bytes()
-    if gpu is not None:
-        needs = [need.placed(gpu, memory) for need in needs]
-    yield judge_memory(memory, needs, beside_gpu=gpu is not None)
-    if gpu is not None:
-        yield judge_gpu(gpu, needs)
+    if gpu is None:
+        yield judge_memory(memory, [each.total for each in needs.memory])
+        return
+    placed = [each.placed(usable_bytes(gpu), usable_bytes(memory)) for each in needs.memory]
+    yield judge_memory(memory, [each.beside for each in placed])
+    yield judge_gpu(gpu, [each.computing for each in placed])
 
 
 def announce_torch() -> None:

@@ -1,10 +1,8 @@
 """`noloco-node export`: the model of a run as one ordinary checkpoint, from a living swarm, from homes, or from both.
 
-Of a replica that is found twice the newer weights count. Each stage is the mean of the replicas that make its loss on
-held-out text least, or, where that text cannot be read, of all without outliers and stragglers; a stage without
-replicas comes from a snapshot, and the export says so. From a swarm, one replica after the other is fetched and written
-to the disk, so that memory holds one at a time. An export that is started again finds them there.
-docs/design/export.md says why.
+From a swarm, one replica after the other is fetched and written to the disk, so that memory holds one at a time. An
+export that is started again finds them there. Of a replica that is found twice the newer weights count.
+docs/design/export.md says which replicas make a stage, and why.
 """
 
 from __future__ import annotations
@@ -44,6 +42,7 @@ from noloco_node.planning.model_layout import ModelLayout, model_layout
 from noloco_node.run.config import DataConfig, RunConfig
 from noloco_node.run.peer_state import Evaluation
 from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary
+from noloco_node.storage.atomic_file import held
 from noloco_node.swarm.access import Visitor, visited
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
@@ -68,6 +67,13 @@ async def export(
         return await asyncio.to_thread(_best_of_homes, out, homes, wanted)
     if invite is None:
         return await asyncio.to_thread(_from_homes, out, homes, wanted)
+    with held(parts_beside(out), out):
+        return await _from_swarm(out, invite, homes, visitor, wanted)
+
+
+async def _from_swarm(
+    out: Path, invite: str, homes: Sequence[Path], visitor: Visitor, wanted: adapter_files.AdapterExport
+) -> str:
     async with visited(invite, visitor) as (network, recipe, membership):
         base = await asyncio.to_thread(_base_of, recipe, homes, wanted)
         layout = await asyncio.to_thread(_layout_of, recipe.run)

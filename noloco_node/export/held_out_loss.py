@@ -1,14 +1,7 @@
 """The losses of replicas on text that no peer trained on, and which replicas make a stage's mean by theirs.
 
 Neither names nor claimed rounds have a voice here: all replicas of which a file is here are judged on the same text.
-
-1. Routes with one replica of each stage, `MOST_ROUTES` at most, and the means by norm and round: the best of them is
-   the model in which single stages are judged.
-2. In one stage after the other, each replica takes the stage's place. The best begins the stage's mean. Each other
-   joins in the order of loss, if it is hardly worse than the best alone (`WORSE`), no outlier beside it, and the mean
-   with it is as good as the best mean so far (`SPOILS`). Of snapshots of a dead stage one at most joins.
-
-That is at most `MOST_ROUTES` + 1 evaluations, and twice as many as there are replicas.
+docs/design/export.md has the two steps, and why.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """An export fetches from a swarm: slow weights of replicas, snapshots of a dead stage, and the tokenizer.
 
-The roster is read again before each replica is asked, because the swarm changes while a large model is fetched. A
-replica that serves others is asked again after all others. If no replica of a stage gives its weights, the export asks
-all peers at work for a snapshot, and believes the same ones as a newcomer that revives a stage (`node.join`).
+If no replica of a stage gives its weights, the export asks all peers at work for a snapshot, and believes the same ones
+as a newcomer that revives a stage (`node.join`). docs/design/export.md says why.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -44,6 +43,7 @@ from noloco_node.libp2p.record_checks import (
 from noloco_node.libp2p.record_holders import SEARCHED, Holders
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret
 from noloco_node.libp2p.short_answers import Version
+from noloco_node.network.swarm_clock import CLOCK
 from noloco_node.tasks import loop_s
 
 _ANSWER_S = 5.0  # a node of the DHT has so long to answer one question
@@ -124,15 +124,19 @@ class DhtRecords:
         """Store a record of ours; False when the DHT refused it or did not answer in time."""
         if len(value) + SIGNATURE_BYTES > RECORD_BYTES or lifetime_s > RECORD_LIFETIME_S:
             raise ValueError(f"a record of {len(value)} bytes for {lifetime_s:g} s is more than the DHT takes")
-        expiry = next_expiry(self._expiry.get((key, subkey), 0.0), lifetime_s, time.time())
+        before = self._expiry.get((key, subkey), 0.0)
+        expiry = next_expiry(before, lifetime_s, CLOCK.unix_s())
         signed = self._sign(key, expiry, value)
-        self._expiry = {place: until for place, until in self._expiry.items() if until > time.time()}
+        self._expiry = {place: until for place, until in self._expiry.items() if until > CLOCK.unix_s()}
         self._expiry[key, subkey] = expiry
         storing = self._store(place_of(key), subkey, msgspec.msgpack.encode(signed), expiry)
         try:
-            return await self._control.bounded(storing, self._wait_s)
+            stored = await self._control.bounded(storing, self._wait_s)
         except ConnectionError:
             return False
+        if not stored:  # as where our clock was far ahead: others still have the version before
+            self._expiry[key, subkey] = before
+        return stored
 
     async def _store(self, place: bytes, subkey: str, packed: bytes, expiry: float) -> bool:
         """Store a record with the nodes nearest to its place; say whether one of them took it."""
@@ -163,7 +167,7 @@ class DhtRecords:
 
     async def _find(self, place: bytes) -> dict[str, Version]:
         holders = await self._searched(place)
-        known, found = holders.versions(time.time()), dict[str, Version]()
+        known, found = holders.versions(CLOCK.unix_s()), dict[str, Version]()
         answers: dict[PeerId, dict[str, Version]] = {}
         wrote: dict[PeerId, float] = {}
         for number, group in enumerate(holders.next_reading(loop_s())):
@@ -179,14 +183,14 @@ class DhtRecords:
                     for subkey, version in answer.items():
                         if subkey not in found or version.expiry > found[subkey].expiry:
                             found[subkey] = version
-            lacks = not answers or holders.lacks(found, time.time())
-            if not lacks and (number or not holders.is_stale(found, loop_s(), time.time())):
+            lacks = not answers or holders.lacks(found, CLOCK.unix_s())
+            if not lacks and (number or not holders.is_stale(found, loop_s(), CLOCK.unix_s())):
                 break
         else:
             holders.suspect()
         if not answers:
             raise ConnectionResetError("no node of the DHT answers that is near the key")
-        holders.judge(answers, self._joined().me, wrote, loop_s(), time.time())
+        holders.judge(answers, self._joined().me, wrote, loop_s(), CLOCK.unix_s())
         found = {subkey: found[subkey] for subkey in chosen(found, holders.known, self._salt)}
         holders.note_found(found, loop_s())
         return found
@@ -207,7 +211,7 @@ class DhtRecords:
             if len(self._places) >= _MOST_PLACES:
                 self._places.clear()
             for each in self._places.values():
-                each.forget_expired(time.time())
+                each.forget_expired(CLOCK.unix_s())
         node = self._joined()
         holders = self._places.setdefault(place, Holders(partial(node.distance, place)))
         if holders.is_search_due(loop_s(), node.neighbours):

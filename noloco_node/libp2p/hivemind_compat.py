@@ -35,9 +35,10 @@ from typing import Any, NamedTuple, Protocol
 
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.ticket import Right
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit, UserError, reason_of, storage_error
 from noloco_node.libp2p.node_search import MOST_NAMED, NodeSearch
 from noloco_node.libp2p.short_answers import MOST_VERSIONS, Version, names, record_count, restored, shortened
+from noloco_node.network.swarm_clock import CLOCK
 from noloco_node.tasks import loop_s
 
 _LOADING = threading.Lock()  # a program may start two peers, each in a thread of its own
@@ -281,8 +282,12 @@ class DhtNode:
         self._node.protocol._validate_dictionary = validate
 
     async def ping(self, peer_id: PeerId) -> bool:
-        """Make us known to a node; say whether it answers."""
-        return await self._node.protocol.call_ping(peer_id) is not None
+        """Make us known to a node, and note the time that it tells; say whether it answers."""
+        before = _PINGED.set(peer_id.to_base58())
+        try:
+            return await self._node.protocol.call_ping(peer_id) is not None
+        finally:
+            _PINGED.reset(before)
 
     async def nearest(self, place: bytes, most: int) -> tuple[PeerId, ...]:
         """Return the peers whose nodes are nearest to a place, of those that answer and of us; the nearest first."""
@@ -357,6 +362,7 @@ class DhtNode:
 
         async def checked(node_id: Any, peer_id: PeerId, responded: bool = True) -> None:
             _CALLEE.set("")  # this is a task of hivemind, which may ask other peers by itself
+            _PINGED.set("")
             if responded and node_id not in (None, self._id_of(peer_id)):
                 self._refused[peer_id] = None
                 if len(self._refused) > _MOST_REFUSED:
@@ -438,6 +444,9 @@ CALLER: ContextVar[str] = ContextVar("caller", default="")
 
 _CALLEE: ContextVar[str] = ContextVar("callee", default="")
 """The peer whose node we ask; empty where hivemind asks by itself."""
+
+_PINGED: ContextVar[str] = ContextVar("pinged", default="")
+"""The peer that we ping, whose answer tells its time of day."""
 
 _KNOWN: ContextVar[Mapping[str, Version] | None] = ContextVar("known", default=None)
 """The versions of records that we have while we ask for others; None while we ask for nodes."""
@@ -544,6 +553,8 @@ class _Authorizer:
         """Restore a short answer. hivemind takes an error, or what is not good, for a missing answer."""
         if not (_has_node_id(response) and self._is_member(response.auth.service_access_token.signature)):
             return False
+        if _PINGED.get() and type(response).__name__ == "PingResponse":
+            CLOCK.note(_PINGED.get(), response.dht_time)
         if _is_find(request) and len(response.results) != len(request.keys):
             return False  # each result would be decompressed, to a thousand times its bytes
         for result in response.results if _is_find(request) else ():
@@ -620,14 +631,22 @@ def _loaded_hivemind() -> HivemindParts:
         _enter_shell("hivemind", root, {})
         _enter_shell("hivemind.utils", f"{root}/utils", {name: f"hivemind.utils.{m}" for name, m in utils.items()})
         _enter_shell("hivemind.dht", f"{root}/dht", {})
-    from hivemind.dht.node import DHTNode
-    from hivemind.dht.routing import DHTID
-    from hivemind.p2p.p2p_daemon import P2P
-    from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
-    from hivemind.proto import p2pd_pb2
-    from hivemind.utils.logging import use_hivemind_log_handler
-    from hivemind.utils.multiaddr import Multiaddr
-
+    try:  # it makes a lock of processes, which we do not use
+        from hivemind.dht.node import DHTNode
+        from hivemind.dht.routing import DHTID
+        from hivemind.p2p.p2p_daemon import P2P
+        from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
+        from hivemind.proto import p2pd_pb2
+        from hivemind.utils.logging import use_hivemind_log_handler
+        from hivemind.utils.multiaddr import Multiaddr
+    except OSError as error:
+        raise storage_error(
+            "The package hivemind cannot be loaded.",
+            why=f"{reason_of(error)}, as where /dev/shm is missing or not to be written",
+            hint="mount /dev/shm, and let every user write there (mode 1777)",
+        ) from None
+    for module in ("utils.timed_storage", "dht.protocol", "dht.routing", "dht.node"):
+        vars(importlib.import_module(f"hivemind.{module}"))["get_dht_time"] = CLOCK.unix_s
     use_hivemind_log_handler("nowhere")
     logging.getLogger("hivemind").setLevel(logging.CRITICAL)  # its errors are answers of strangers
     logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames it for the whole process

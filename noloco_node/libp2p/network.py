@@ -54,6 +54,7 @@ from noloco_node.libp2p.stream import Stream
 from noloco_node.libp2p.switchboard import Switchboard
 from noloco_node.network.interface import Handler
 from noloco_node.network.schema import Schema
+from noloco_node.network.swarm_clock import CLOCK
 
 logger = logging.getLogger(__name__)
 
@@ -412,12 +413,15 @@ class JoinedDaemon:
         look = 0
         while True:
             look += 1
+            CLOCK.settle()
             with contextlib.suppress(ConnectionError, UserError):
                 present = await self.neighbours()
                 met.note(present)
                 if present:
                     strangers = [each for each in present if not self.records.is_neighbour(self._id_of(each))]
                     await self._greet(_some(strangers, look, _GREETED))
+                    known = [each for each in present if each not in strangers]
+                    await self._greet(_some(known, look, _GREETED))  # for the time that they tell
                     here = {self.peer_id, *(each.peer for each in present)}
                     away = [each for each in met.beside(doors) if each.peer not in here]
                     await self._greet(await self.control.knock(_some(away, look, 1), self._timeouts.reach_s))

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -26,6 +25,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission.ticket import is_signed_by, key_of, read_key
 from noloco_node.libp2p.hivemind_compat import DhtEntries, LocalStorage, forget_ghosts
+from noloco_node.network.swarm_clock import CLOCK
 
 RECORD_BYTES = 8 * 1024
 RECORD_LIFETIME_S = 3600.0
@@ -135,7 +135,7 @@ def has_our_form(record: Any) -> bool:
     if (
         len(record.value) > RECORD_BYTES + _LENGTH_BYTES
         or len(record.subkey) > _SUBKEY_BYTES + _LENGTH_BYTES
-        or not 0.0 < record.expiration_time <= time.time() + RECORD_LIFETIME_S + _CLOCK_ERROR_S
+        or not 0.0 < record.expiration_time <= CLOCK.unix_s() + RECORD_LIFETIME_S + _CLOCK_ERROR_S
     ):
         return False
     try:

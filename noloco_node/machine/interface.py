@@ -265,7 +265,11 @@ class Host(ABC):
 
     @abstractmethod
     def unix_time(self) -> float:
-        """Return the time of day, in seconds."""
+        """Return the time of day by which the peers of the run go, in seconds."""
+
+    def clock_ahead_s(self) -> float:
+        """Return by how much this machine's own time of day is ahead of that; negative if behind."""
+        return 0.0
 
     def asleep_s(self) -> float:
         """Return the seconds for which the machine has slept since its start."""

@@ -1,9 +1,7 @@
 """Bans: a peer that violates the protocol is tolerated briefly, then shut out for growing periods.
 
 Violations count against the authenticated identity, and against the public address prefix that it comes from, because
-one person may own many identities. Half of them is forgotten in each half-life, so a peer that errs now and then is
-never banned. Violations within a moment count as one: a peer that dies leaves several answers half sent. A peer that
-has long talked with us without a violation is served though its prefix is banned: in a cloud, strangers share one.
+one person may own many identities. docs/design/network.md has the numbers, and why.
 """
 
 from __future__ import annotations

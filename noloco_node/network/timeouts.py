@@ -1,12 +1,10 @@
 """How long we wait for a peer: for its answer, and for any sign of life.
 
-One fixed number is wrong both ways: twenty seconds for a dial let one silent peer hold up all who have a microbatch for
-it; two seconds would cut off every slow line. So each wait is bounded by what was observed, as TCP bounds its
-retransmissions (RFC 6298): a smoothed mean of the times, and four times their smoothed deviation, or as much again as
-the mean if that is more. For a peer that was never reached, the first contacts with others count. Each wait in vain
-makes the next one for that peer half as long again, up to a bound; an answer ends that. (With doubling, a silent peer
-would cost more at each trial than the time for which it is left alone.) The bounds are wide, because an event loop that
-was busy for a second must accuse nobody.
+Each wait is bounded by what was observed, as TCP bounds its retransmissions (RFC 6298; docs/design/network.md). For a
+peer that was never reached, the first contacts with others count. Each wait in vain makes the next one for that peer
+half as long again, up to a bound; an answer ends that. (With doubling, a silent peer would cost more at each trial than
+the time for which it is left alone.) The bounds are wide, because an event loop that was busy for a second must accuse
+nobody.
 
 **Liveness.** Both sides of a stream send beats. All streams with a peer share one `PeerLiveness`, because on a slow
 link the beats of one stream queue up behind the bulk of another. It notes every gap of half a beat or more between the

@@ -273,6 +273,7 @@ class Assignment:
         every, membership = self._context.run.data.evaluate_every_rounds, self._context.membership
         if every and self.replica.stage > 0:
             await until_event(leave, last_evaluation(lambda: membership.roster, every))
+        self._progress.record_receipts()  # signers tell of their last work when they end, which is after us
 
     # What we say of ourselves.
 

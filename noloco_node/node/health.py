@@ -2,7 +2,7 @@
 
 - a stage that no peer serves: which, since when, and what to do. Nothing is lost here, and training resumes by itself;
 - an old roster: the DHT cannot be read, or no other peer publishes. Peers are still called as they were last seen;
-- a clock that differs from several peers' clocks by more than records allow;
+- a clock that differs by more than a minute from the time by which the peers go;
 - a machine that slept, a process that stood still, a clock that was set. Then the node publishes and reads at once, and
   suspects no peer for a while, because calls broke off while the node was away.
 
@@ -25,11 +25,11 @@ from typing import NamedTuple, NoReturn
 from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter
 from noloco_node.machine.system import counts_sleep
+from noloco_node.network.swarm_clock import CLOCK_DOUBT_S
 from noloco_node.run.peer_state import AT_WORK
 from noloco_node.swarm.membership import LIFETIME_S, Membership
 from noloco_node.swarm.roster import Derived, Roster
 from noloco_node.swarm.run_samples import run_over
-from noloco_node.swarm.stage_records import CLOCK_ERROR_S
 from noloco_node.tasks import loop_s
 from noloco_node.units import format_duration
 
@@ -39,7 +39,6 @@ TICK_S = 5.0
 REMIND_S = 300.0
 NEVER_SERVED_S = 60.0
 """No warning of a stage that no peer has served yet for this long, since swarms take time to begin."""
-SKEW_S = 60.0  # our clock may differ by this without a warning; it is measured to about ten seconds
 GRACE_S = 15.0  # after we were away, no peer is suspected for this long
 
 
@@ -163,9 +162,10 @@ def wrong_clock(skew_s: float) -> Condition:
     """Describe our clock, which is ahead by so much or, if negative, behind."""
     side = "ahead of" if skew_s > 0.0 else "behind"
     wrong = f"this machine's clock is {format_duration(abs(skew_s))} {side} the other peers'"
-    grave = "; beyond five minutes peers cannot see each other's records" if abs(skew_s) > CLOCK_ERROR_S / 2 else ""
     return Condition(
-        wrong, f"{wrong}{grave}. Set it: `timedatectl set-ntp true` on Linux", "this machine's clock is right again"
+        wrong,
+        f"{wrong}. We go by theirs; set it all the same: `timedatectl set-ntp true` on Linux",
+        "this machine's clock is right again",
     )
 
 
@@ -193,12 +193,13 @@ class HealthMonitor:
         membership: Membership,
         reporter: Reporter,
         unix_time: Callable[[], float],
+        ahead_s: Callable[[], float],
         asleep_s: Callable[[], float],
         forgive: Callable[[float], None],
     ) -> None:
         self._membership, self._reporter, self._forgive = membership, reporter, forgive
         self._warn = reporter.warn or reporter.say
-        self._unix_time, self._asleep_s = unix_time, asleep_s
+        self._unix_time, self._ahead_s, self._asleep_s = unix_time, ahead_s, asleep_s
         self._clocks = self._look_at_clocks()
         self._served_now = Derived(lambda: membership.roster, _served)
         self._empty_since: dict[int, float] = {}
@@ -242,13 +243,16 @@ class HealthMonitor:
             self._reporter.record(events.Noticed(what=what, text=text, over=over))
 
     def _look_at_clocks(self) -> ClockSample:
-        return ClockSample(loop_s(), self._unix_time(), self._asleep_s())
+        return ClockSample(loop_s(), self._unix_time() + self._ahead_s(), self._asleep_s())
 
     def _look_around(self, roster: Roster) -> dict[str, Condition]:
-        now_s, found = self._clocks.loop_s, {}
+        now_s, found = self._clocks.loop_s, dict[str, Condition]()
+        skew_s = self._ahead_s()
+        if abs(skew_s) >= CLOCK_DOUBT_S:
+            found["clock"] = wrong_clock(skew_s)
         if roster.old_since_s is not None:
-            # Then we can tell neither which peers are gone nor how right our clock is.
-            return {"roster": old_roster(now_s - roster.old_since_s)}
+            # Then we cannot tell which peers are gone.
+            return found | {"roster": old_roster(now_s - roster.old_since_s)}
         since_s = self._membership.unlisted_since_s
         if since_s is not None and now_s - since_s >= LIFETIME_S:
             found["record"] = unlisted(now_s - since_s)
@@ -261,7 +265,4 @@ class HealthMonitor:
             empty_s = now_s - self._empty_since.setdefault(number, now_s)
             if number in self._served or empty_s >= NEVER_SERVED_S:
                 found[f"stage {number}"] = deserted(number, empty_s, len(roster.stage(number)))
-        skew_s = self._membership.skew_s
-        if skew_s is not None and abs(skew_s) >= SKEW_S:
-            found["clock"] = wrong_clock(skew_s)
         return found

@@ -253,7 +253,7 @@ class _StateSearch:
             line += f": it is of round {saved.counters.round}, and the stage is in round {stage_round}"
         self._say(line)
         starting_state = await self._device.run(starting.from_checkpoint, self._stage, saved)
-        return replace(starting_state, progress=_median_progress(living)) if living else starting_state
+        return starting.at_progress(starting_state, _median_progress(living)) if living else starting_state
 
     async def _from_replicas(self, living: tuple[PeerRecord, ...]) -> StartingState | state_source.DownloadFailed:
         donors = download.donors(self._context.me, [record.peer for record in living], self._context.run.seed)

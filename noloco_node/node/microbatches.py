@@ -45,7 +45,7 @@ T = TypeVar("T", Gradient, SequenceLosses)
 RETRY_S = 1.0  # pause before a source tries the same tokens again, where the refusal names none
 LONGEST_RETRY_S = 30.0  # the longest such pause: by then the next stage may have healed, or has other replicas
 REPLIES = TimeoutBounds(least_s=10.0, most_s=math.inf, unknown_s=math.inf)
-"""Of a reply to a microbatch, where one stage is below us."""
+"""Of a reply to a microbatch; for each stage below us half as much more."""
 MOST_IDLE = 192  # conversations that wait here for another microbatch: peers of one cloud need room for others too
 IDLE_S = 60.0  # a conversation that was not used for so long is ended: its beats cost more than opening another
 MOST_POOLED = 128  # with all peers; the one that has been idle for longest is ended first

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from noloco_node.machine.interface import Dimensions, StageModel
@@ -51,11 +52,13 @@ def measure(
     def ids(shape: tuple[int, int]) -> Tensor:
         return torch.randint(layout.vocabulary, shape, generator=generator)
 
-    def numbers(code: ActivationCode) -> Tensor:
-        return encode(code, torch.randn((*shape, layout.width), generator=generator))
+    def numbers(code: ActivationCode, size: float = 1.0) -> Tensor:
+        return encode(code, size * torch.randn((*shape, layout.width), generator=generator))
 
     codec = ACTIVATION_CODECS[pipeline.codec]
-    hidden, gradient = ids(shape) if number == 0 else numbers(codec.down), numbers(codec.back)
+    hidden = ids(shape) if number == 0 else numbers(codec.down)
+    # Of the size of a mean loss' gradient: a larger one overflows float16, and the stage would keep a smaller factor.
+    gradient = numbers(codec.back, 1.0 / prod(shape))
     targets = ids(pipeline.targets_shape)
     if run.data.packs:  # attention within rows takes a mask
         middle = targets[:, targets.shape[1] // 2]

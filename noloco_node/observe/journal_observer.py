@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
@@ -16,21 +15,20 @@ from noloco_node.run.config import RunConfig
 from noloco_node.run.peer_state import PeerState
 
 
-class JournalObserver:
+class JournalObserver(views.SwarmObserver):
     """Makes views of peers' histories, and feeds them events.
 
     `run`: the run file, where there is one; `run_id`: its digest, where that is known.
     """
 
     def __init__(self, name: str, histories: Sequence[PeerHistory], run: RunConfig | None, run_id: str = "") -> None:
+        super().__init__()
         self._name, self.histories, self._run, self._run_id = name, list(histories), run, run_id
-        self._changes: deque[views.Change] = deque(maxlen=views.MOST_CHANGES)
-        self._course = views.Course()
 
     def take(self, history: PeerHistory, event: events.Event) -> None:
         text = change_text(event)
         if text is not None:
-            self._changes.append(views.Change(at=event.at, name=history.name, text=text))
+            self.tell(history.name, text, event.at)
         history.take(event)
 
     def note(self, history: PeerHistory, text: str, at: float) -> None:
@@ -44,14 +42,10 @@ class JournalObserver:
         history.state, history.waiting = PeerState.JOINING, None
         self.tell(history.name, text, at)
 
-    def tell(self, name: str, text: str, at: float) -> None:
-        """Add a change that is in no journal."""
-        self._changes.append(views.Change(at=at, name=name, text=text))
-
     def view(self, now: float) -> views.SwarmView:
         """Return the swarm as of `now` (unix seconds)."""
         sources = [history for history in self.histories if history.stage == 0]
-        tokens, budget = sum(history.tokens for history in sources), None
+        tokens, budget = sum(history.drawn_tokens for history in self.histories), None
         progress = max((history.progress for history in self.histories), default=0.0)
         if self._run is not None:
             budget = self._run.tokens(self._run.budget_samples)
@@ -75,14 +69,14 @@ class JournalObserver:
         )
         names = {history.peer: history.name for history in self.histories if history.peer}
         signed = self._signed()
-        peers = [_with_receipts(peer_view(history, names, now), signed) for history in self.histories]
+        peers = [
+            _with_receipts(peer_view(history, names, now), history.drawn_tokens, signed) for history in self.histories
+        ]
         stages = self._run.pipeline.stages if self._run else 1 + max((each.stage for each in self.histories), default=0)
-        return views.swarm_view(
+        return self.put_together(
             totals,
             stages,
             peers,
-            self._changes,
-            self._course,
             now,
             list(chain.from_iterable(map(routes, self.histories))),
             is_speed_known=all(history.recent for history in sources if history.underway),
@@ -112,7 +106,7 @@ def peer_view(history: PeerHistory, names: Mapping[str, str], now: float) -> vie
         state = str(PeerState.FINISHED)
     elif left is not None:
         state = "gone"
-    given = history.contribution
+    given = history.ledger.now
     wait = history.waiting if history.gone is None else None
     partner = history.partner and names.get(history.partner, history.partner[-8:])
     return views.PeerView(
@@ -142,11 +136,11 @@ def peer_view(history: PeerHistory, names: Mapping[str, str], now: float) -> vie
     )
 
 
-def _with_receipts(peer: views.PeerView, signed: Mapping[str, int]) -> views.PeerView:
+def _with_receipts(peer: views.PeerView, drawn: int, signed: Mapping[str, int]) -> views.PeerView:
     if peer.peer not in signed:
         return peer
     # What was signed for may have been lost on its way back, and is drawn again.
-    return msgspec.structs.replace(peer, tokens_claimed=peer.tokens, tokens_signed=min(peer.tokens, signed[peer.peer]))
+    return msgspec.structs.replace(peer, tokens_claimed=drawn, tokens_signed=min(drawn, signed[peer.peer]))
 
 
 def change_text(event: events.Event) -> str | None:

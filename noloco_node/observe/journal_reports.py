@@ -10,7 +10,7 @@ import csv
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import msgspec
 
 from noloco_node.admission.ticket import peer_of_file
 from noloco_node.errors import config_error, os_errors_as, storage_error, usage_error
+from noloco_node.journal import events
 from noloco_node.journal.events import fields_of
 from noloco_node.journal.reader import journals_in, read
 from noloco_node.observe.curves import CurveFormat, drawing, step_figures
@@ -149,7 +150,9 @@ def _draw(journals: Mapping[str, Path], out: Path, kind: CurveFormat) -> int:
 def report(home: Path, *, as_json: bool) -> str:
     """Return what a home has given, as text or as one JSON object a run."""
     journal, me = HomePaths(home).journal, peer_of_file(HomePaths(home).identity)
-    found = list(ledger_of(read(journal)).by_run.values())
+    told = read(journal)
+    first = list(islice(told, 1))
+    found = list(ledger_of(chain(first, told)).by_run.values())
     if not found:
         raise config_error(
             f"{home} has given nothing yet.",
@@ -159,7 +162,10 @@ def report(home: Path, *, as_json: bool) -> str:
         )
     if as_json:
         return "\n".join(msgspec.json.encode(each).decode() for each in found)
-    return "\n".join([*([f"you are {me}"] if me else []), *(line for each in found for line in _lines(each))])
+    lines = [*([f"you are {me}"] if me else []), *(line for each in found for line in _lines(each))]
+    if any(isinstance(event, events.Continued) for event in first):
+        lines.append(f"since {_day(first[0].at)}: of a long journal the oldest events are dropped")
+    return "\n".join(lines)
 
 
 def _lines(given: Contribution) -> list[str]:
@@ -172,7 +178,9 @@ def _lines(given: Contribution) -> list[str]:
         ("tokens", f"{format_count(given.tokens)} in {given.inner_steps:,} inner steps, {given.rounds:,} meetings"),
     ]
     if given.signed_tokens:
-        rows.append(("signed", f"receipts for {format_count(given.signed_tokens)} tokens that were drawn here"))
+        rows.append(
+            ("signed", f"receipts for at least {format_count(given.signed_tokens)} tokens that were drawn here")
+        )
     rows.append(("sent", f"{format_bytes(given.sent_bytes)}, received {format_bytes(given.received_bytes)}"))
     if given.joules:
         rows.append(("energy", f"{format_energy(given.joules)}, as the device tells"))

@@ -51,7 +51,7 @@ GAUGES = {
     "line_budget_bytes": ("Allowed and used of the line, a second or a month.", "kind"),
     "progress_ratio": ("Share of the run's tokens that are trained.",),
     "swarm_tokens": ("Tokens that all peers have trained.",),
-    "source_tokens": ("Tokens of other sources, claimed, or signed by receipts.", "kind"),
+    "source_tokens": ("Tokens of the largest other sources, claimed, or signed by receipts.", "kind"),
     "swarm_tokens_per_second": ("Speed of the whole swarm.",),
     "swarm_held_out_loss_nats": ("Newest loss on held-out text that a peer reports.",),
     "swarm_left_seconds": ("Time left at the present speed; NaN where nothing moves.",),
@@ -160,6 +160,8 @@ class NodeMetrics:
                 self._count("spot_checks", self._bounded("finding", event.finding), by=event.count)
             case events.Finished():
                 self._set("stage", -1)
+                # The next session has a network of its own.
+                self._totals = {each: total for each, total in self._totals.items() if not each[0].startswith("bytes")}
 
     def _note_wait(self, wait: Wait | None, now: float) -> None:
         if self._waits is not None:

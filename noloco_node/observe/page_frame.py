@@ -29,22 +29,11 @@ class FramePeer(swarm_view.PeerFigures, frozen=True, kw_only=True):
     met: int | None
 
 
-class FrameCourse(msgspec.Struct, frozen=True, kw_only=True):
-    """The course of the run, a list for each figure."""
-
-    at: list[float]
-    progress: list[float]
-    tokens_per_s: list[float]
-    loss: list[float | None]
-    gap: list[float | None]
-    held_out: list[float | None]
-
-
 class PageFrame(swarm_view.SwarmFigures, frozen=True, kw_only=True):
     """All that a page shows. `virtual`: times are seconds since the beginning of a simulation. `left`: time, in words.
 
-    `routes`: places of two peers in the list, and microbatches a second between them. `more_peers`: how many are left
-    out.
+    `course`: of the run, a list for each of its figures. `routes`: places of two peers in the list, and microbatches a
+    second between them. `more_peers`: how many are left out.
     """
 
     virtual: bool
@@ -53,7 +42,7 @@ class PageFrame(swarm_view.SwarmFigures, frozen=True, kw_only=True):
     more_peers: int
     routes: list[tuple[int, int, float]]
     changes: list[swarm_view.Change]
-    course: FrameCourse
+    course: dict[str, list[float | None]]
     playback: PlaybackState | None
 
 
@@ -107,14 +96,11 @@ def _routes(routes: Sequence[swarm_view.Route], places: dict[str, int]) -> list[
     return sorted(found, key=lambda route: -route[2])[:MOST_ROUTES]
 
 
-def _course(moments: Sequence[swarm_view.Moment]) -> FrameCourse:
+def _course(moments: Sequence[swarm_view.Moment]) -> dict[str, list[float | None]]:
     stride = 1 + len(moments) // MOST_MOMENTS
     kept = [*moments[:-1:stride], *moments[-1:]]
     digits = {"at": 1, "progress": 5, "tokens_per_s": 4, "loss": 4, "gap": 6, "held_out": 4}
-    return FrameCourse(
-        **{name: [_rounded(getattr(each, name), many) for each in kept] for name, many in digits.items()}
-    )
-
-
-def _rounded(value: float | None, digits: int) -> Any:
-    return None if value is None else round(value, digits)
+    return {
+        name: [None if (value := getattr(each, name)) is None else round(value, many) for each in kept]
+        for name, many in digits.items()
+    }

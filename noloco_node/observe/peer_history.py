@@ -7,7 +7,7 @@ numbers, live or years later. Memory is bounded: full curves are thinned evenly.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias, TypeVar
 
@@ -59,8 +59,10 @@ class ContributionLedger:
     def __init__(self) -> None:
         self.by_run: dict[str, Contribution] = {}
         self.now: Contribution | None = None  # the contribution to the present run; None before there is one
-        self._sent = self._received = self._pid = 0
-        self._joules = 0.0
+        self.sent, self.received = Counter[str](), Counter[str]()  # bytes to all runs, by purpose
+        self._sent: dict[str, int] = {}
+        self._received: dict[str, int] = {}
+        self._joules, self._pid = 0.0, 0
         self._moves = False  # the node moves to another stage, where its totals go on
         self._heard_at = 0.0  # when the event before came, by a clock that may be set back
 
@@ -92,10 +94,12 @@ class ContributionLedger:
             case OuterStepTaken():
                 now.rounds += event.partner is not None
             case events.Traffic():
-                sent, received = sum(event.sent.values()), sum(event.received.values())
-                now.sent_bytes += _grown(self._sent, sent)
-                now.received_bytes += _grown(self._received, received)
-                self._sent, self._received = sent, received
+                sent, received = _all_grown(self._sent, event.sent), _all_grown(self._received, event.received)
+                self.sent.update(sent)
+                self.received.update(received)
+                now.sent_bytes += sum(sent.values())
+                now.received_bytes += sum(received.values())
+                self._sent, self._received = event.sent, event.received
             case events.Energy():
                 now.joules += _grown(self._joules, event.joules)
                 self._joules = event.joules
@@ -109,7 +113,7 @@ class ContributionLedger:
     def _begin_totals(self, pid: int) -> None:
         """Totals of traffic begin anew with each session, those of energy with each process."""
         if not self._moves or pid != self._pid:
-            self._sent = self._received = 0
+            self._sent = self._received = {}
         if pid != self._pid:
             self._joules = 0.0
         self._moves, self._pid = False, pid
@@ -118,6 +122,13 @@ class ContributionLedger:
 def _grown(before: Number, now: Number) -> Number:
     """Return by how much a total has grown; one that is smaller than before has begun anew."""
     return now - before if now >= before else now
+
+
+def _all_grown(before: Mapping[str, int], now: Mapping[str, int]) -> Mapping[str, int]:
+    """Do as `_grown` does with totals by name, which begin anew together."""
+    if any(now.get(name, 0) < total for name, total in before.items()):
+        return now
+    return {name: total - before.get(name, 0) for name, total in now.items()}
 
 
 def ledger_of(journal: Iterable[events.Event]) -> ContributionLedger:
@@ -161,9 +172,11 @@ class PeerHistory:
     """The last inner steps of this session but its first, which has waited for the swarm to come together."""
     steps: int = 0
     tokens: int = 0
+    drawn_tokens: int = 0
+    """Of its windows at stage 0: there each token of the swarm is drawn, by one peer. It may have moved since."""
     loss: float | None = None  # of the last inner steps, smoothed
     losses: Curve = field(default_factory=_curve)
-    drawn: Curve = field(default_factory=_curve)  # tokens so far
+    drawn: Curve = field(default_factory=_curve)  # `drawn_tokens` so far
     busy_s: float = 0.0
     worked_s: float = 0.0
     session_steps: int = 0  # inner steps of this session
@@ -177,6 +190,7 @@ class PeerHistory:
     skipped: int = 0
     staleness: int = 0  # of all rounds together
     hops: dict[str, int] = field(default_factory=dict)
+    former_hops: Counter[str] = field(default_factory=Counter)  # of assignments before this one, whose totals are over
     hops_at: float | None = None
     routes: dict[str, float] = field(default_factory=dict)
     """Microbatches a second by next hop, between the last two totals."""
@@ -233,7 +247,8 @@ class PeerHistory:
         self.gone, self.session_steps = None, 0
         self.loss = None  # the new process has the weights of a checkpoint or of a donor
         self.recent.clear()
-        self.hops_at = self.traffic_at = None  # totals begin anew
+        self.former_hops.update(self.hops)
+        self.hops, self.hops_at, self.traffic_at = {}, None, None  # totals begin anew
         self.routes, self.sent_per_s, self.received_per_s = {}, None, None
 
     def _take_inner_step(self, event: events.InnerStep) -> None:
@@ -247,7 +262,8 @@ class PeerHistory:
         self.ended_at, self.progress = event.at, event.progress
         self.steps = event.step
         self.tokens += event.tokens
-        self.drawn.add(Point(event.at, self.tokens))
+        self.drawn_tokens += event.tokens * (self.stage == 0)
+        self.drawn.add(Point(event.at, self.drawn_tokens))
         if event.loss is not None:
             self.losses.add(Point(event.at, event.loss))
             self.loss = event.loss if self.loss is None else 0.8 * self.loss + 0.2 * event.loss
@@ -277,14 +293,9 @@ class PeerHistory:
         self.sent, self.received, self.traffic_at = event.sent, event.received, event.at
 
     @property
-    def contribution(self) -> Contribution | None:
-        """Its contribution to the present run; None before it joins one."""
-        return self.ledger.now
-
-    @property
     def signed_tokens(self) -> int | None:
         """Tokens that it drew as a source and has receipts for; None if there are none."""
-        return (None if self.contribution is None else self.contribution.signed_tokens) or None
+        return (None if self.ledger.now is None else self.ledger.now.signed_tokens) or None
 
     @property
     def is_there(self) -> bool:

@@ -33,19 +33,18 @@ NOTHING = Given(0, 0, 0, 0)
 SILENT = "no news of it: it may be dead"
 
 
-class RosterObserver:
+class RosterObserver(views.SwarmObserver):
     """Makes a view of each roster, and remembers what changed between them."""
 
     def __init__(self, run: RunConfig, run_id: str, own: PeerHistory | None = None) -> None:
         """`own`: the history of the peer that observes, if it trains, with the name that its owner gave."""
+        super().__init__()
         self._own = own
         self._run, self._run_id, self._tokens = run, run_id, run.tokens
         self._seen: deque[tuple[float, int]] = deque(maxlen=1000)
         self._before: dict[str, PeerRecord] | None = None
         self._came: dict[str, int] = {}
         """The inner steps that each peer had taken when it came to train; 0 of peers that trained at our first look."""
-        self._changes: deque[views.Change] = deque(maxlen=views.MOST_CHANGES)
-        self._course = views.Course()
         self._held_out: float | None = None  # of the newest evaluation that a record tells
         self._evaluated: dict[str, Evaluation] = {}
         """The last evaluation of each peer: a record may be missing for a while, and its evaluation is no news then."""
@@ -82,7 +81,7 @@ class RosterObserver:
         ]
         routes = self._all_routes(roster, at)
         sizes = [roster.size(number) for number in range(len(roster.stages))] if roster.is_sample else ()
-        return views.swarm_view(totals, len(roster.stages), peers, self._changes, self._course, at, routes, sizes=sizes)
+        return self.put_together(totals, len(roster.stages), peers, at, routes, sizes=sizes)
 
     def _all_routes(self, roster: Roster, at: float) -> tuple[views.Route, ...]:
         """Return the routes in records, and ours from our own history."""
@@ -154,15 +153,13 @@ class RosterObserver:
         return msgspec.structs.replace(
             view,
             # A roster has the claims of other sources alone: what this peer drew stands in its own record.
-            tokens_claimed=claimed if own.signed_tokens is None else max(view.tokens, own.signed_tokens),
+            tokens_claimed=claimed
+            if own.signed_tokens is None
+            else max(self._tokens(record.samples), own.signed_tokens),
             tokens_signed=own.signed_tokens,
             sent_per_s=own.sent_per_s,
             received_per_s=own.received_per_s,
         )
-
-    def tell(self, name: str, text: str, at: float) -> None:
-        """Add a change that no record tells."""
-        self._changes.append(views.Change(at=at, name=name, text=text))
 
     def _note_changes(self, records: dict[str, PeerRecord], at: float, *, is_sample: bool) -> None:
         """Note what is new. A sample does not tell which peers came or are gone."""
@@ -179,11 +176,11 @@ class RosterObserver:
                 continue
             text = _change(before.get(peer), record)
             if text is not None:
-                self._changes.append(views.Change(at=at, name=called(record), text=text))
+                self.tell(called(record), text, at)
         for peer in () if is_sample else before.keys() - records.keys():
             last = before[peer]
             how = "left after the run" if last.state is PeerState.FINISHED else f"is gone from stage {last.stage}"
-            self._changes.append(views.Change(at=at, name=called(last), text=how))
+            self.tell(called(last), how, at)
 
     def _note_evaluations(self, records: Mapping[str, PeerRecord], at: float, *, are_news: bool) -> None:
         """Note the evaluations that are new; our own peer's are told from its journal (`ServedViews`)."""
@@ -197,7 +194,7 @@ class RosterObserver:
             self._evaluated.pop(peer, None)
             self._evaluated[peer] = evaluation
             if are_news and (self._own is None or self._own.peer != peer):
-                self._changes.append(views.Change(at=at, name=called(records[peer]), text=str(evaluation)))
+                self.tell(called(records[peer]), str(evaluation), at)
         while len(self._evaluated) > MOST_EVALUATED:
             del self._evaluated[next(iter(self._evaluated))]
 

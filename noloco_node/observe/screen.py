@@ -11,7 +11,7 @@ import textwrap
 import time
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Literal, Self
+from typing import Literal, Self, TypeAlias
 
 import numpy as np
 from rich.console import Console, Group, RenderableType
@@ -31,6 +31,7 @@ LEAST_CHART = 5  # lines below which a curve says nothing
 MOST_CHART = 12
 LEAST_WIDTH, LEAST_HEIGHT = 40, 10
 PLAIN_EVERY_S = 5.0
+Row: TypeAlias = dict[str, str | Text]  # of a table: its cells by the titles of their columns
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Bit of the dot in column x and row y of a braille cell; the code page begins at U+2800."""
 
@@ -121,62 +122,56 @@ def _signed(given: GivenInAll, width: int) -> str:
 
 
 def _stage_table(stages: Sequence[StageView], view: SwarmView, width: int) -> Table:
-    wide, table = width >= WIDE, _table(width)
-    _add_columns(table, "stage", justify="right")
-    _add_columns(table, "replicas", view.busy_name)
-    _add_columns(table, "tokens/s", *(("gap",) if wide else ()), justify="right")
-    _add_columns(table, "wait for")
-    table.columns[-1].ratio = 1
     alone = max((each.replicas for each in view.stages), default=0) > 1
-    for each in stages:
-        style = "bold red" if not each.training else "yellow" if alone and each.replicas == 1 else ""
-        waits = "" if each.waits is None else f"{each.waiting} of {each.size}: {plain(each.waits)}"
-        table.add_row(
-            str(each.stage),
-            Text(_replicas(each), style=style),
-            Text("") if each.busy is None else _share(each.busy),
-            f"{each.tokens_per_s:,.0f}",
-            *(("" if each.gap is None else f"{each.gap:.4f}",) if wide else ()),
-            Text(waits, style="dim"),
-        )
-    return table
+
+    def row(stage: StageView) -> Row:
+        style = "bold red" if not stage.training else "yellow" if alone and stage.replicas == 1 else ""
+        waits = "" if stage.waits is None else f"{stage.waiting} of {stage.size}: {plain(stage.waits)}"
+        return {
+            "stage": str(stage.stage),
+            "replicas": Text(_replicas(stage), style=style),
+            view.busy_name: "" if stage.busy is None else _share(stage.busy),
+            "tokens/s": f"{stage.tokens_per_s:,.0f}",
+            "gap": "" if stage.gap is None else f"{stage.gap:.4f}",
+            "wait for": Text(waits, style="dim"),
+        }
+
+    return _table(list(map(row, stages)), width, left=("replicas", view.busy_name, "wait for"), wide=("gap",))
 
 
 def _peer_table(peers: Sequence[PeerView], view: SwarmView, width: int) -> Table:
-    wide, table = width >= WIDE, _table(width)
-    _add_columns(table, "peer", most=34 if wide else 16)
-    _add_columns(table, "stage", justify="right")
-    _add_columns(table, "state")
-    figures = ("step", "round", *(("partner", view.busy_name) if wide else ()), "gap", "loss", "tokens/s")
-    _add_columns(table, *figures, justify="right")
-    _add_columns(table, "waits for")
-    table.columns[-1].ratio = 1
-    for peer in peers:
-        busy = "" if peer.busy is None else f"{peer.busy:.0%}"
-        table.add_row(
-            Text(plain(peer.name)),
-            str(peer.stage),
-            Text(plain(peer.state), style=STATE_STYLES.get(peer.state, "dim")),
-            f"{peer.inner_steps}",
-            f"{peer.round}",
-            *((Text(plain(peer.partner)), busy) if wide else ()),
-            "" if peer.gap is None else f"{peer.gap:.4f}",
-            "" if peer.loss is None else f"{peer.loss:.3f}",
-            f"{peer.tokens_per_s:,.0f}",
-            Text(_waits(peer, view.at), style="dim"),
-        )
+    def row(peer: PeerView) -> Row:
+        return {
+            "peer": Text(plain(peer.name)),
+            "stage": str(peer.stage),
+            "state": Text(plain(peer.state), style=STATE_STYLES.get(peer.state, "dim")),
+            "step": str(peer.inner_steps),
+            "round": str(peer.round),
+            "partner": Text(plain(peer.partner)),
+            view.busy_name: "" if peer.busy is None else f"{peer.busy:.0%}",
+            "gap": "" if peer.gap is None else f"{peer.gap:.4f}",
+            "loss": "" if peer.loss is None else f"{peer.loss:.3f}",
+            "tokens/s": f"{peer.tokens_per_s:,.0f}",
+            "waits for": Text(_waits(peer, view.at), style="dim"),
+        }
+
+    wide = ("partner", view.busy_name)
+    table = _table(list(map(row, peers)), width, left=("peer", "state", "waits for"), wide=wide)
+    table.columns[0].max_width = 34 if width >= WIDE else 16
     return table
 
 
-def _table(width: int) -> Table:
-    return Table(box=None, padding=(0, 1, 0, 0), header_style="dim", width=width, pad_edge=False)
-
-
-def _add_columns(
-    table: Table, *titles: str, justify: Literal["left", "right"] = "left", most: int | None = None
-) -> None:
+def _table(rows: Sequence[Row], width: int, *, left: Sequence[str], wide: Sequence[str]) -> Table:
+    """Return a table of rows, whose last column takes what is left; `wide`: columns that a narrow one leaves out."""
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", width=width, pad_edge=False)
+    titles = [title for title in rows[0] if width >= WIDE or title not in wide]
     for title in titles:
-        table.add_column(title, justify=justify, no_wrap=True, overflow="ellipsis", max_width=most)
+        justify: Literal["left", "right"] = "left" if title in left else "right"
+        table.add_column(title, justify=justify, no_wrap=True, overflow="ellipsis")
+    table.columns[-1].ratio = 1
+    for row in rows:
+        table.add_row(*(row[title] for title in titles))
+    return table
 
 
 def _fitting_stages(stages: Sequence[StageView], most: int) -> list[StageView]:

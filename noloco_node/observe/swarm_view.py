@@ -6,10 +6,10 @@ strangers are in here unchanged: code that prints them uses `plain`.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from statistics import fmean
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -179,58 +179,66 @@ class Thinned(Generic[T]):
             self._stride *= 2
 
 
-Course: TypeAlias = Thinned[Moment]
+class SwarmObserver:
+    """Puts views of a swarm together; between them it remembers what changed, and the course of the run."""
 
+    def __init__(self) -> None:
+        self._changes: deque[Change] = deque(maxlen=MOST_CHANGES)
+        self._course = Thinned[Moment]()
 
-def swarm_view(
-    totals: RunTotals,
-    stages: int,
-    peers: Sequence[PeerView],
-    changes: Sequence[Change],
-    course: Course,
-    at: float,
-    routes: Sequence[Route] = (),
-    *,
-    sizes: Sequence[StageSize] = (),
-    is_speed_known: bool = True,
-) -> SwarmView:
-    """Put a view together, and add its moment to the course.
+    def tell(self, name: str, text: str, at: float) -> None:
+        """Add a change."""
+        self._changes.append(Change(at=at, name=name, text=text))
 
-    `sizes`: of the stages, where `peers` may be a sample; none: all are there. `is_speed_known`: the speed counts all
-    sources; false while some have taken only their first step.
-    """
-    by_stage: list[list[PeerView]] = [[] for _ in range(stages)]
-    for peer in peers:
-        if 0 <= peer.stage < stages:
-            by_stage[peer.stage].append(peer)
-    seen = tuple(_stage_view(number, there, sizes[number] if sizes else None) for number, there in enumerate(by_stage))
-    loss, gap = _loss([peer for peer in peers if peer.stage == 0] or peers), _mean([peer.gap for peer in peers])
-    speed, budget = totals.tokens_per_s, totals.budget_tokens
-    is_over = totals.progress >= 1.0 or _all_finished(peers)
-    left_s = 0.0 if is_over else None
-    if not is_over and budget is not None and speed > 0.0 and is_speed_known:
-        left_s = max(0.0, budget - totals.tokens) / speed
-    bottleneck = present_bottleneck(seen, speed, is_over=is_over)
-    if is_over and totals.progress < 1.0:
-        bottleneck = Bottleneck("The run is over: all peers that are there have finished.")
-    course.add(
-        Moment(at=at, progress=totals.progress, tokens_per_s=speed, loss=loss, gap=gap, held_out=totals.held_out)
-    )
-    return SwarmView(
-        **msgspec.structs.asdict(totals),
-        at=at,
-        left_s=left_s,
-        loss=loss,
-        gap=gap,
-        bottleneck=bottleneck.sentence,
-        limit=bottleneck.stage,
-        stages=seen,
-        peers=tuple(sorted(_with_shares(peers, seen), key=lambda peer: (peer.stage, peer.name, peer.peer))),
-        changes=tuple(sorted(changes, key=lambda change: change.at)),  # silence is noticed late
-        course=tuple(course.points),
-        given=_given_in_all(peers, sizes),
-        routes=tuple(routes),
-    )
+    def put_together(
+        self,
+        totals: RunTotals,
+        stages: int,
+        peers: Sequence[PeerView],
+        at: float,
+        routes: Sequence[Route] = (),
+        *,
+        sizes: Sequence[StageSize] = (),
+        is_speed_known: bool = True,
+    ) -> SwarmView:
+        """Return a view, and add its moment to the course.
+
+        `sizes`: of the stages, where `peers` may be a sample; none: all are there. `is_speed_known`: the speed counts
+        all sources; false while some have taken only their first step.
+        """
+        by_stage: list[list[PeerView]] = [[] for _ in range(stages)]
+        for peer in peers:
+            if 0 <= peer.stage < stages:
+                by_stage[peer.stage].append(peer)
+        known = sizes or (None,) * stages
+        seen = tuple(_stage_view(number, *stage) for number, stage in enumerate(zip(by_stage, known, strict=True)))
+        loss, gap = _loss([peer for peer in peers if peer.stage == 0] or peers), _mean([peer.gap for peer in peers])
+        speed, budget = totals.tokens_per_s, totals.budget_tokens
+        is_over = totals.progress >= 1.0 or _all_finished(peers)
+        left_s = 0.0 if is_over else None
+        if not is_over and budget is not None and speed > 0.0 and is_speed_known:
+            left_s = max(0.0, budget - totals.tokens) / speed
+        bottleneck = present_bottleneck(seen, speed, is_over=is_over)
+        if is_over and totals.progress < 1.0:
+            bottleneck = Bottleneck("The run is over: all peers that are there have finished.")
+        self._course.add(
+            Moment(at=at, progress=totals.progress, tokens_per_s=speed, loss=loss, gap=gap, held_out=totals.held_out)
+        )
+        return SwarmView(
+            **msgspec.structs.asdict(totals),
+            at=at,
+            left_s=left_s,
+            loss=loss,
+            gap=gap,
+            bottleneck=bottleneck.sentence,
+            limit=bottleneck.stage,
+            stages=seen,
+            peers=tuple(sorted(_with_shares(peers, seen), key=lambda peer: (peer.stage, peer.name, peer.peer))),
+            changes=tuple(sorted(self._changes, key=lambda change: change.at)),  # silence is noticed late
+            course=tuple(self._course.points),
+            given=_given_in_all(peers, sizes),
+            routes=tuple(routes),
+        )
 
 
 def short(peer: str) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
+import torch
+from torch import Tensor
 
 from noloco_node.errors import Exit, UserError, config_error, is_full_disk, one_line, reason_of, storage_error
 from noloco_node.planning.windows import BACKWARD, FROZEN_BACKWARD
@@ -16,22 +19,14 @@ from noloco_node.run.config import ModelConfig, RunConfig
 from noloco_node.units import format_bytes
 from pipeline import partition
 from pipeline.adapters import frozen_weights
-from pipeline.adapters.lora import Adapter, FrozenSize
-from pipeline.decoder_slice import NotSliceableError, Subspace
+from pipeline.adapters.frozen_weights import Form
+from pipeline.adapters.lora import Adapter
+from pipeline.decoder_slice import Cut, NotSliceableError, Subspace
+from pipeline.forward_pass import Slice, StageSettings
+from pipeline.inner_step import Inner
 from pipeline.messages import check_width
 from pipeline.model_config import Prepared, family_config, prepare
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    import torch
-    from torch import Tensor
-
-    from pipeline.adapters.frozen_weights import Form
-    from pipeline.decoder_slice import Cut
-    from pipeline.forward_pass import Slice, StageSettings
-    from pipeline.inner_step import Inner
-    from pipeline.stage import Stage
+from pipeline.stage import Stage
 
 _REFUSALS = (ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
 """Errors of transformers and torch where the sizes of a run file, perhaps a stranger's, fit no model."""
@@ -42,22 +37,22 @@ WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.json", "token
 
 
 class ModelLayout(NamedTuple):
-    """A model as a run cuts it. `shapes`: name and shape of every trained parameter of every stage, in its order.
+    """A model as a run cuts it. `sizes`: of the parameters that each stage trains.
 
-    `work`: floating-point operations a token of each stage, forward. `multiplied`: parameters that are multiplied.
-    `matrices`: shapes of the matrices that its decoder layers multiply by.
-    `checkpoint`: name and shape of what each stage has of a checkpoint; `shapes`, but where adapters are trained.
-    `frozen`: what of it is not trained takes.
+    `work`: floating-point operations a token of each stage, forward. `checkpoint`: name and shape of what each stage
+    has of a checkpoint; `shapes`, but where adapters are trained.
     """
 
     prepared: Prepared
     cuts: tuple[Cut, ...]
-    shapes: tuple[dict[str, tuple[int, ...]], ...]
+    sizes: tuple[partition.SliceSize, ...]
     work: tuple[int, ...]
-    multiplied: tuple[int, ...]
-    matrices: tuple[tuple[tuple[int, ...], ...], ...]
     checkpoint: tuple[dict[str, tuple[int, ...]], ...]
-    frozen: tuple[FrozenSize, ...]
+
+    @property
+    def shapes(self) -> tuple[dict[str, tuple[int, ...]], ...]:
+        """Name and shape of every trained parameter of every stage, in its order."""
+        return tuple(size.shapes for size in self.sizes)
 
     @property
     def adapter(self) -> Adapter | None:
@@ -158,16 +153,7 @@ def _model_layout(run: RunConfig) -> ModelLayout:
             str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}",
             "correct [model], [pipeline] or [adapter] in the run file",
         ) from error
-    return ModelLayout(
-        prepared,
-        cuts,
-        tuple(size.shapes for size in sizes),
-        work,
-        tuple(size.multiplied for size in sizes),
-        tuple(size.matrices for size in sizes),
-        tuple(size.shapes for size in checkpoint),
-        tuple(size.frozen for size in sizes),
-    )
+    return ModelLayout(prepared, cuts, tuple(sizes), work, tuple(size.shapes for size in checkpoint))
 
 
 def _adapter(run: RunConfig, prepared: Prepared) -> Adapter | None:
@@ -239,8 +225,6 @@ def make_stage(
 
     `graphs`, `by_layers` and `moments_beside`: as `pipeline.forward_pass.StageSettings` has them.
     """
-    from pipeline.forward_pass import StageSettings
-
     settings = StageSettings(device, None, graphs, by_layers, moments_beside)
     return with_optimiser(run, build_stage(run, plan, number, device), number, settings)
 
@@ -248,7 +232,6 @@ def make_stage(
 def with_optimiser(run: RunConfig, part: Slice, number: int, settings: StageSettings) -> Stage:
     """Return the slice of stage `number` with the run's inner optimiser, in the run's precision."""
     from noloco_node.machine.device import autocast_dtype
-    from pipeline.stage import Stage
 
     return Stage(
         part,
@@ -262,8 +245,6 @@ def with_optimiser(run: RunConfig, part: Slice, number: int, settings: StageSett
 
 def inner_optimiser(run: RunConfig) -> Inner:
     """Return the constants of a stage's inner optimiser. It steps by Nesterov's momentum (research/results.md)."""
-    from pipeline.inner_step import Inner
-
     own = run.inner
     constants = (own.beta1, own.beta2, own.epsilon, own.weight_decay, own.clip_norm, own.state)
     return Inner(*constants, nesterov=True, orthogonal=own.orthogonal)

@@ -7,10 +7,11 @@ graphs are kept while there is room, and otherwise computed again.
 
 from __future__ import annotations
 
-from math import inf, log, prod
+from math import log, prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
+import torch
 
 from gossip.settings import OuterConfig
 from noloco_node.data.encoding import check_vocabulary
@@ -23,8 +24,6 @@ from pipeline.inner_step import is_coded, moment_bytes, orthogonal_bytes
 from pipeline.messages import ACTIVATION_CODECS
 
 if TYPE_CHECKING:
-    import torch
-
     from noloco_node.planning.model_layout import ModelLayout
 
 _UNEVEN = 1.3
@@ -164,23 +163,22 @@ def plan(run: RunConfig) -> RunPlan:
     check_hub_weights(run.model, drawn)
     if not run.data.has_travelling_tokenizer:  # whose files `init --from` has compared with the model
         check_vocabulary(run.data, drawn.vocabulary)
-    stage_shapes = [tuple(named.values()) for named in drawn.shapes]
     stages = tuple(
         StagePlan(
             layers=(cut.first_layer, cut.end_layer),
-            parameters=sum(map(prod, shapes)),
+            parameters=sum(map(prod, size.shapes.values())),
             frozen_parameters=sum(map(prod, checkpoint.values())) if drawn.adapter is not None else 0,
             flops_per_token=flops,
             work=flops / sum(drawn.work),
             memory=memory,
             gpu=gpu,
-            round_bytes=round_bytes(run.outer, shapes),
+            round_bytes=round_bytes(run.outer, tuple(size.shapes.values())),
         )
-        for cut, checkpoint, flops, shapes, memory, gpu in zip(
+        for cut, checkpoint, flops, size, memory, gpu in zip(
             drawn.cuts,
             drawn.checkpoint,
             drawn.work,
-            stage_shapes,
+            drawn.sizes,
             memories(run, drawn),
             memories(run, drawn, half=run.precision == "auto"),
             strict=True,
@@ -220,44 +218,10 @@ def memories(run: RunConfig, drawn: ModelLayout, *, half: bool = False, splits: 
 
 def memories_on(run: RunConfig, drawn: ModelLayout, device: torch.device) -> tuple[Memory, ...]:
     """Return what a peer of each stage needs with a device, which decides in what format it computes."""
-    import torch
-
     from noloco_node.machine.device import autocast_dtype
 
     half = autocast_dtype(device, run.precision)
     return memories(run, drawn, half=half is not None, splits=half is not torch.float16)
-
-
-class DeviceNeeds(NamedTuple):
-    """Bytes that each stage takes, about.
-
-    `device`: of the device's memory, at least; `graph`: of it one microbatch's; `beside`: of main memory beside a GPU
-    that has its own; else (). `moments_beside`: of each stage's moments, those that lie there.
-    """
-
-    device: tuple[int, ...]
-    graph: tuple[GraphBytes, ...]
-    beside: tuple[int, ...]
-    moments_beside: tuple[int, ...]
-
-
-def device_needs(
-    run: RunConfig, drawn: ModelLayout, device: torch.device, free: float = inf, free_beside: float = inf
-) -> DeviceNeeds:
-    """Return what the stages take of a device with so many `free` bytes, and so many of main memory `free_beside`."""
-    from pipeline.hardware.device_type import DEVICE_TYPES
-
-    found = memories_on(run, drawn, device)
-    graph = tuple(memory.graphs for memory in found)
-    if DEVICE_TYPES[device.type].shares_memory:
-        return DeviceNeeds(tuple(memory.total for memory in found), graph, (), (0,) * len(found))
-    found = tuple(memory.placed(usable_bytes(free), usable_bytes(free_beside)) for memory in found)
-    return DeviceNeeds(
-        tuple(memory.computing for memory in found),
-        graph,
-        tuple(memory.beside for memory in found),
-        tuple(memory.moments_beside for memory in found),
-    )
 
 
 class KeptGraphs(NamedTuple):
@@ -298,12 +262,12 @@ def rounds_of(run: RunConfig) -> int:
 
 
 def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool, splits: bool) -> Memory:
-    from noloco_node.planning.graph_memory import graph_bytes  # which loads torch
+    from noloco_node.planning.graph_memory import graph_bytes  # which loads transformers
 
-    cut, shapes, pipeline = drawn.cuts[number], tuple(drawn.shapes[number].values()), run.pipeline
+    cut, size, pipeline = drawn.cuts[number], drawn.sizes[number], run.pipeline
+    shapes, frozen = tuple(size.shapes.values()), size.frozen
     once = float32_bytes(shapes)
-    cast, split = 2 * drawn.multiplied[number] if half else 0, splits and run.inner.state == "int8"
-    frozen = drawn.frozen[number]
+    cast, split = 2 * size.multiplied if half else 0, splits and run.inner.state == "int8"
     multiplied, kept = 2 if half else 4, 4 if run.adapter.base == "float32" else 2
     graph = graph_bytes(pipeline, drawn, number, half=half, packed=run.data.packs)
     at_once, tokens = pipeline.in_flight(number), pipeline.microbatch_tokens
@@ -319,7 +283,7 @@ def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool, splits:
         moments_beside=0,
         # Stages take it in bfloat16 or float32, never in float16.
         orthogonal_step=max(
-            (orthogonal_bytes(shape, 2 if half and splits else 4) for shape in drawn.matrices[number]), default=0
+            (orthogonal_bytes(shape, 2 if half and splits else 4) for shape in size.matrices), default=0
         )
         if run.inner.orthogonal
         else 0,

@@ -1,12 +1,8 @@
 """A plan from machines: stages, form of the state, window, codec and rounds of a run, for the most tokens a second.
 
-Memory comes first, since it says how many stages a run takes, and each stage fewer takes a boundary off the lines. A
-small grid, all of it tried. Of plans that reach the same, the mildest is taken: fewer stages, the batch that was asked
-for, more bits. Two windows in flight, whose gradients are stale, are taken where they bring `STALE` times the tokens a
-second. The budget of tokens stays. The state is float32 unless 8-bit codes bring `CLEARLY` times
-the tokens a second, or nothing fits otherwise. Another batch is taken only where each doubling brings `DOUBLING` times
-the tokens a second, never beyond `MOST_TOKENS`, and never so large that the run has fewer than `LEAST_STEPS` inner
-steps, if it had as many. Machines beyond that are left over.
+Memory comes first, since it says how many stages a run takes. Then a small grid, all of it tried; of plans that reach
+the same, the mildest is taken. The budget of tokens stays. A batch goes neither beyond `MOST_TOKENS` nor so far that
+the run has fewer than `LEAST_STEPS` inner steps, if it had as many. docs/design/planning.md says what has to pay.
 """
 
 from __future__ import annotations
@@ -127,7 +123,9 @@ def merit(plan: Planned, asked: RunConfig) -> float:
 def _bases(run: RunConfig, machines: Machines) -> list[RunConfig]:
     """Return the run with each number of stages that may fit, the fewest first; with the most where none does."""
     whole = model_layout(_with_stages(run, 1, machines))
-    bytes_in_all = _LEAST_BYTES[run.inner.state] * sum(map(prod, whole.shapes[0].values())) + whole.frozen[0].bytes
+    bytes_in_all = (
+        _LEAST_BYTES[run.inner.state] * sum(map(prod, whole.shapes[0].values())) + whole.sizes[0].frozen.bytes
+    )
     counts = range(1, 1 + min(machines.count, int(whole.prepared.config.num_hidden_layers)))
     return [
         _with_stages(run, stages, machines)

@@ -1,9 +1,7 @@
 """Tokens a second that a run can reach on given machines, from its work, its bytes and its windows.
 
-A closed form, so that a search may ask it thousands of times and more of anything never gives less. Each replica works
-on its share of the microbatches; the slowest of device, uplink and downlink sets the pace, and windows add their wait
-(`windows.seconds_each`). A stage that asks for more has more replicas: `settled`. `tests/planning/test_throughput.py`
-holds the form against production nodes in virtual time.
+A closed form (docs/design/planning.md), which `tests/planning/test_throughput.py` holds against production nodes in
+virtual time. A stage that asks for more has more replicas: `settled`.
 """
 
 from __future__ import annotations
@@ -93,7 +91,7 @@ def coding_seconds(run: RunConfig, width: int, flops: float) -> float:
 
 def orthogonal_seconds(run: RunConfig, layout: ModelLayout, stage: int, flops: float) -> float:
     """Return what a device takes to make an inner step orthogonal, where the run has that."""
-    return sum(map(orthogonal_operations, layout.matrices[stage])) / flops if run.inner.orthogonal else 0.0
+    return sum(map(orthogonal_operations, layout.sizes[stage].matrices)) / flops if run.inner.orthogonal else 0.0
 
 
 def stage_loads(

@@ -1,10 +1,8 @@
 """What windows cost: how long a microbatch takes of a replica in a pipeline, and which other windows would take less.
 
-A closed form, so that a search may ask it thousands of times. A window is filled and drained once an inner step. With
-two windows in flight the next one fills most of that wait, and replicas that drain at different times fill each
-other's. Refusals, inner steps and faults are left out. `tests/planning/test_windows.py` holds the form against
-production nodes in virtual time. `check` does not know the network, so it shows a forecast for three lengths of a
-message.
+A closed form (docs/design/planning.md); `tests/planning/test_windows.py` holds it against production nodes in virtual
+time. Refusals, inner steps and faults are left out. `check` does not know the network, so it shows a forecast for three
+lengths of a message.
 """
 
 from __future__ import annotations

@@ -141,16 +141,20 @@ def is_recent_enough(own_round: int, rounds: Sequence[int], staleness_at_most: i
 
 
 def started(beginning: StartingState, rounds: Sequence[int], progress: float) -> StartingState:
-    """Return a starting state that is as far as its stage: `rounds` of its replicas, median `progress`.
-
-    If the stage's progress is far from the donor's, the donor's counts: only the donor has shown a state.
-    """
-    if abs(progress - beginning.progress) > OUTLYING_PROGRESS:
-        progress = beginning.progress
+    """Return a starting state that is as far as its stage: `rounds` of its replicas, median `progress`."""
     origin = beginning.origin
     round = round_to_start_in(origin.rounds, rounds)
     origin = origin._replace(rounds=round, last_met=min(origin.last_met, round))
-    return replace(beginning, origin=origin, progress=progress)
+    return at_progress(replace(beginning, origin=origin), progress)
+
+
+def at_progress(beginning: StartingState, progress: float) -> StartingState:
+    """Return a starting state at the median `progress` of its stage.
+
+    If that is far from its own, its own counts: only the donor, or our checkpoint, has shown a state.
+    """
+    near = abs(progress - beginning.progress) <= OUTLYING_PROGRESS
+    return replace(beginning, progress=progress) if near else beginning
 
 
 def from_checkpoint(stage: StageModel, checkpoint: Checkpoint) -> StartingState:

@@ -1,8 +1,7 @@
 """Checkpoints: each is one safetensors file that is whole or not there, and one whole file is always there.
 
-The files are numbered in the order in which they were written, because the time of day may jump. The new file is there
-before the oldest is removed. So a disk that is full or read-only costs the new checkpoint alone: `save` raises
-`OSError`, and the node carries on. A checkpoint that a failing disk has damaged costs the steps since the one before.
+The files are numbered in the order in which they were written. A disk that is full or read-only costs the new one
+alone: `save` raises `OSError`, and the node carries on (docs/design/node.md).
 """
 
 from __future__ import annotations

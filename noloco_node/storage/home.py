@@ -19,7 +19,7 @@ import time
 from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import msgspec
 
@@ -37,13 +37,6 @@ class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     since: float
     command: str
-
-
-class OtherRuns(NamedTuple):
-    """The number of other runs of which a home keeps files, and the bytes that these take."""
-
-    number: int
-    size_bytes: int
 
 
 class RunPaths:
@@ -68,14 +61,15 @@ class RunPaths:
             if not (self.run_file.is_file() and self.run_file.read_bytes() == content):
                 atomic_file.write(self.run_file, content)
 
-    def other_runs(self) -> OtherRuns:
+    def other_runs(self) -> list[int]:
+        """Return the bytes of each other run of which the home keeps files."""
         others = [path for path in self.path.parent.glob("*") if path != self.path]
         # Their owner may remove them at this moment.
         sizes = [
             sum(atomic_file.size_of(Path(directory, name)) for directory, _, names in os.walk(other) for name in names)
             for other in others
         ]
-        return OtherRuns(sum(map(bool, sizes)), sum(sizes))
+        return [size for size in sizes if size]
 
 
 def typed(path: str | os.PathLike[str]) -> Path:

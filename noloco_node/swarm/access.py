@@ -16,7 +16,15 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_hook import MOST_TRIES, AdmissionHook
-from noloco_node.admission.admission_state import EXPIRED, AdmissionState, HeldTicket, no_ticket, not_admitted, told
+from noloco_node.admission.admission_state import (
+    EXPIRED,
+    AdmissionState,
+    HeldTicket,
+    no_ticket,
+    not_admitted,
+    told,
+    until_of,
+)
 from noloco_node.admission.owner_files import key_file, load_key
 from noloco_node.admission.ticket import LOOK_S, TICKET_BYTES, InviteCredential, Right, decode, key_of, read_key
 from noloco_node.admission.ticket_service import LOOK_BITS, TicketReply, TicketRequest, TicketSigner, work
@@ -26,6 +34,7 @@ from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.network.calls import HookedNetwork, ask
 from noloco_node.network.interface import PeerNetwork
+from noloco_node.network.swarm_clock import CLOCK
 from noloco_node.network.timeouts import DialTimeouts
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import read_run_text
@@ -37,6 +46,7 @@ from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.run_distribution import RunFileText, fetch
 from noloco_node.tasks import background
 from noloco_node.terminal import say
+from noloco_node.units import LATEST_UNIX_S
 
 SHARDS_SEEN = 8
 """Shards of a large stage that a visitor reads: two standard errors of its size are 7 to 18 %."""
@@ -55,7 +65,7 @@ class RunAccess:
         invite: Invite,
         rights: Right,
         home: Path | None,
-        unix_time: Callable[[], float] = time.time,
+        unix_time: Callable[[], float] = CLOCK.unix_s,
         *,
         owner_key: Ed25519PrivateKey | None = None,
         state: AdmissionState | None = None,
@@ -196,7 +206,10 @@ class RunAccess:
                 continue
             refusals.append(reply.refusal or objection)
         if refusals:
-            raise not_admitted(told(refusals))
+            ends = max(map(until_of, self._own_tickets(me)), default=LATEST_UNIX_S)
+            is_over = ends <= self._unix_time()
+            over = [f"the ticket that you have expired on {time.strftime('%Y-%m-%d', time.gmtime(ends))}"] * is_over
+            raise not_admitted("; ".join([*over, told(refusals)]))
         raise no_ticket("; ".join(silences) or "the invite names nobody to ask")
 
     async def _work(self, me: str) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-import time
 from contextlib import AsyncExitStack
 from functools import partial
 from operator import attrgetter
@@ -22,6 +21,7 @@ from noloco_node.admission.ticket_service import Sign, TicketService, TicketSign
 from noloco_node.errors import UserError, config_error
 from noloco_node.network.calls import HookedNetwork
 from noloco_node.network.interface import PeerNetwork
+from noloco_node.network.swarm_clock import CLOCK
 from noloco_node.run.config import AdmissionConfig
 from noloco_node.swarm.access import RunAccess
 from noloco_node.swarm.invite import Invite
@@ -47,7 +47,7 @@ class HostedAdmissions:
     def __init__(self, recipe: RunFileText, run_file: Path, identity: Path, invite: Invite | None) -> None:
         self._recipe, self._run_file, self._identity, self._invite = recipe, run_file, identity, invite
         self._admission = recipe.run.admission
-        self._state = AdmissionState(recipe.digest, time.time)
+        self._state = AdmissionState(recipe.digest, CLOCK.unix_s)
         self._read_at = 0
         self._named: dict[str, int] = {}
         """The keys for which the owner has signed tickets, each with the end of its ticket."""
@@ -91,7 +91,7 @@ class HostedAdmissions:
         owns = key_file(self._run_file).is_file()
         if owns:
             owner = TicketSigner(await asyncio.to_thread(load_owner_key, self._run_file, self._admission))
-            ticket = owner.ticket(self._recipe.digest, network.peer_id, MEMBER, int(time.time()) + HOST_S)
+            ticket = owner.ticket(self._recipe.digest, network.peer_id, MEMBER, int(CLOCK.unix_s()) + HOST_S)
             admitted: PeerNetwork = HookedNetwork(network, AdmissionHook(network, self._state, ticket))
             sign: Sign | None = owner.ticket
         else:
@@ -99,7 +99,7 @@ class HostedAdmissions:
         if sign is not None:
             named = None if self._admission.rule == "open" else lambda key: self._named.get(key.hex(), 0)
             signs = (lambda key: self._signs.get(key.hex(), 0)) if owns else lambda _: 0
-            service = TicketService(self._state, sign, time.time, named, signs)
+            service = TicketService(self._state, sign, CLOCK.unix_s, named, signs)
             await network.serve(ticket_service.TOPIC, ticket_service.SCHEMA, service.answer)
         return admitted
 
@@ -153,7 +153,7 @@ class HostedAdmissions:
                 "start it where the owner's key lies, or ask the owner for an invite: noloco-node members invite PEER "
                 "--may-sign",
             )
-        self._access = RunAccess(self._invite, MEMBER, self._identity.parent, time.time, state=self._state)
+        self._access = RunAccess(self._invite, MEMBER, self._identity.parent, CLOCK.unix_s, state=self._state)
         admitted, admission = await self._access.enter(network), self._access.admission
         assert admission is not None
         held = admission.held

@@ -9,8 +9,8 @@ In the same rhythm a peer reads the stages: a newcomer all of them, a replica th
 a newcomer of the next stage copies its weights, we read four times as often, so that it does not wait for work.
 Decisions use the last roster and never wait for the DHT.
 
-In the DHT a record stays five minutes longer than readers believe it, since it expires by other peers' clocks; if our
-clock is behind theirs, we ask for as much more. The network guarantees that a peer signed its own record. After a
+In the DHT a record stays five minutes longer than readers believe it, since it expires by other peers' clocks. The
+network guarantees that a peer signed its own record. After a
 failed reading the roster stays, and says since when it is old (`Roster.old_since_s`): its peers can still be called.
 
 A stage of more than 64 replicas has shards (`noloco_node.swarm.shards`): a peer writes under the keys of its own, and
@@ -28,7 +28,6 @@ import asyncio
 import contextlib
 import math
 import random
-import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -36,6 +35,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from noloco_node.network.interface import PeerNetwork
+from noloco_node.network.swarm_clock import CLOCK
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.receipts import (
     SOURCE_LIFETIME_S,
@@ -85,7 +85,7 @@ class Membership:
         stages: int,
         *,
         refresh_s: float = 10.0,
-        unix_time: Callable[[], float] = time.time,
+        unix_time: Callable[[], float] = CLOCK.unix_s,
         name: str = "",
         given: Callable[[], Given | None] = lambda: None,
         shards: int = FOLLOWED,
@@ -136,11 +136,6 @@ class Membership:
     @property
     def roster(self) -> Roster:
         return self._roster
-
-    @property
-    def skew_s(self) -> float | None:
-        """Seconds by which our clock is ahead of the others'; None if too few peers are known."""
-        return self._records.skew_s
 
     @property
     def news_age_s(self) -> dict[str, float]:
@@ -357,8 +352,7 @@ class Membership:
         at = round(unix_s) if is_sampled else unix_s
         raw = encode_record(Published(self._serial, named, at, lifetime_s, division.depth))
         # Never shorter than before: of two records the DHT keeps the one that expires later.
-        behind_s = max(0.0, -(self.skew_s or 0.0))
-        kept_s = self._kept_s = min(max(self._kept_s, lifetime_s + CLOCK_ERROR_S + behind_s), LONGEST_IN_DHT_S)
+        kept_s = self._kept_s = min(max(self._kept_s, lifetime_s + CLOCK_ERROR_S), LONGEST_IN_DHT_S)
         self._progress.note_own(record, loop_s())
         keys = [shard.key(self._stage_key(record.stage)) for shard in written(self.me, division.depth)]
         stored: list[Coroutine[Any, Any, bool]] = [self._store(key, raw, kept_s) for key in keys]

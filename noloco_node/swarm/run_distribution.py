@@ -10,7 +10,6 @@ anew by mistake. No peer vouches for that number; it only delays a newcomer, and
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.network.calls import ask, patient
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema
+from noloco_node.network.swarm_clock import CLOCK
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import check_paths, content_hashes, decode_run, run_digest
 from noloco_node.storage import atomic_file
@@ -38,8 +38,6 @@ PATIENCE_S = 20.0
 ATTEMPTS = 4
 ATTEMPT_EVERY_S = 5.0
 """A peer is reached a moment before it serves the run: after a power cut, all of a swarm starts at once."""
-JOINING_CLOCK_ERROR_S = 60.0
-"""With a larger error, others take our records for future or old ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,18 +88,7 @@ class RunFileText:
         """Answer one `RunRequest`."""
         async with patient(conversation, PATIENCE_S):
             await conversation.receive()
-            await conversation.send(RunFileReply(text=self.text, unix_time=time.time()))
-
-
-def check_clock(ahead_s: float, peer: str) -> None:
-    """Raise `UserError` if our clock is so far from a peer's that records would expire too early or too late."""
-    if abs(ahead_s) > JOINING_CLOCK_ERROR_S:
-        raise UserError(
-            f"This machine's clock is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} a peer's.",
-            why=f"{peer} says so, and records of who is there expire by the time of day",
-            hint="set the clock (timedatectl set-ntp true); if it is right, ask that peer's owner to set theirs",
-            code=Exit.UNREACHABLE,
-        )
+            await conversation.send(RunFileReply(text=self.text, unix_time=CLOCK.unix_s()))
 
 
 class _PerhapsStartingError(UserError):
@@ -124,7 +111,7 @@ async def fetch(network: PeerNetwork, peers: Sequence[str], digest: str, allowed
 
 
 async def _from_first(network: PeerNetwork, peers: Sequence[str], digest: str, allowed: Sequence[str]) -> RunFileText:
-    answers, wrong_clock, kind = list[str](), None, UserError
+    answers, kind = list[str](), UserError
     for peer in peers:
         try:
             reply = await ask(network, peer, TOPIC, SCHEMA, RunRequest(), RunFileReply, PATIENCE_S)
@@ -132,8 +119,6 @@ async def _from_first(network: PeerNetwork, peers: Sequence[str], digest: str, a
             answers.append(str(error) if peer in str(error) else f"{peer}: {error}")
             kind = _PerhapsStartingError
             continue
-        # Before files are hashed that the run names, which may take minutes.
-        ahead_s = time.time() - reply.unix_time
         try:
             recipe = await asyncio.to_thread(RunFileText, reply.text, f"the run file from {peer}", allowed)
         except UserError as trouble:  # that peer's text, or a directory that is not here: the next may do better
@@ -142,14 +127,7 @@ async def _from_first(network: PeerNetwork, peers: Sequence[str], digest: str, a
         if recipe.digest != digest:
             answers.append(f"{peer}: serves a run with the digest {recipe.digest[:12]}")
             continue
-        try:
-            check_clock(ahead_s, peer)
-        except UserError as trouble:  # it may be that peer's clock: one that agrees with ours is enough
-            wrong_clock = wrong_clock or trouble
-            continue
         return recipe
-    if wrong_clock is not None:
-        raise wrong_clock
     refusals = [found for each in answers if (found := each.partition(not_for(network.peer_id))[2])]
     if refusals:
         raise not_admitted(told(refusals))

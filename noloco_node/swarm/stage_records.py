@@ -22,8 +22,6 @@ We remember a record that is still in the DHT after its lifetime, so that it doe
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import islice
-from statistics import median
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -31,7 +29,7 @@ import msgspec
 from noloco_node.network.wire import decoded
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.roster import PeerRecord
-from noloco_node.swarm.shards import DEEPEST, RENEWED_S, Shard
+from noloco_node.swarm.shards import DEEPEST, Shard
 from noloco_node.units import Count, Seconds, UnixSeconds
 
 RECORD_BYTES = 4096
@@ -43,14 +41,10 @@ CLOCK_S = 60.0
 """A writer's clock may be behind by this without a doubt."""
 LONGEST_LIFETIME_S = 300.0
 """The longest time for which a record is believed."""
-LEAST_CLOCKS = 3
-"""The fewest clocks of others that tell our own error."""
 CLOCK_ERROR_S = 300.0
 """The clocks of a swarm may differ by this without harm."""
 ISOLATED_S = 300.0
 """How long we keep peers while we hear none of several."""
-CLOCKS_ASKED = 64
-"""The most clocks of others that we compare with ours."""
 
 
 class Published(msgspec.Struct, frozen=True, array_like=True):
@@ -70,15 +64,13 @@ class Published(msgspec.Struct, frozen=True, array_like=True):
 class PeerEntry(msgspec.Struct, frozen=True):
     """A peer's last record, its bytes, and when they were new to us, on the clock of `PeerTable`.
 
-    `believed`: whether we believe that the peer is there. `offset_s`: our clock minus its own, its record's age
-    included; None until a fresh record tells it.
+    `believed`: whether we believe that the peer is there.
     """
 
     published: Published
     raw: bytes
     news_s: float
     believed: bool
-    offset_s: float | None = None
 
 
 class DhtRead(NamedTuple):
@@ -144,13 +136,9 @@ class PeerTable:
                 self._clock_s += min(reading.now_s - self._aged_s, max(self._lifetime_s / 2, reading.pause_s))
             self._aged_s = reading.now_s
         for peer, published in news.items():
-            believed, offset_s, before = True, None, self._entries.get(peer)
-            if before is None:
-                believed = not is_doubtful(published.at, reading, self._life_s(published))
-            elif published.at and before.believed:
-                # What follows a silence may be as old: after a partition the nodes of the DHT have several versions.
-                offset_s = reading.unix_s - published.at
-            self._entries[peer] = PeerEntry(published, raws[peer], self._clock_s, believed, offset_s)
+            is_known = peer in self._entries
+            believed = is_known or not is_doubtful(published.at, reading, self._life_s(published))
+            self._entries[peer] = PeerEntry(published, raws[peer], self._clock_s, believed)
         aged = [
             peer
             for peer, entry in self._entries.items()
@@ -174,14 +162,6 @@ class PeerTable:
 def is_doubtful(at: float, reading: DhtRead, lifetime_s: float) -> bool:
     """Say whether a record seen for the first time is likely left over: old by our clock and by the others'."""
     return bool(at) and min(reading.unix_s, reading.youngest_at) - at > lifetime_s + CLOCK_S
-
-
-def skew_s(offsets_s: Sequence[float]) -> float | None:
-    """Return by how much our clock is ahead of the others', negative if behind; None if too few are known to tell.
-
-    It is the median over peers, so that no single wrong clock decides.
-    """
-    return median(offsets_s) if len(offsets_s) >= LEAST_CLOCKS else None
 
 
 def at_most(found: Collection[str], known: Mapping[str, Any]) -> Iterable[str]:
@@ -267,8 +247,6 @@ class StageRecords:
         self.watched = tuple(range(stages))
         self.seldom: Collection[int] = ()
         """The stages that are read and written seldom, because nobody knows all of their peers."""
-        self.skew_s: float | None = None
-        """Seconds by which our clock is ahead of the others'; None if too few peers are known."""
 
     @property
     def believed(self) -> list[Mapping[str, PeerRecord]]:
@@ -315,7 +293,6 @@ class StageRecords:
     def focus(self, stages: Collection[int]) -> None:
         """Watch only these stages from now on, and stage 0."""
         self.watched = tuple(number for number in range(len(self._tables)) if number in stages or number == 0)
-        self.compare_clocks()
 
     def take(
         self,
@@ -351,7 +328,6 @@ class StageRecords:
             if number not in stages:
                 table.clear()
                 self._read.discard(number)
-        self.compare_clocks()
 
     def old_since_s(self, now_s: float) -> float | None:
         """Return since when we heard no peer, if longer than one failed reading explains."""
@@ -378,21 +354,6 @@ class StageRecords:
         lives_s = {peer: entry.published.lifetime_s for peer, entry in entries}
         # Three refreshes make a lifetime: one has been missed.
         return {peer: age_s for peer, age_s in ages_s.items() if age_s > 0.5 * lives_s[peer] > 0.0}
-
-    def compare_clocks(self) -> None:
-        """Compute `skew_s`, which is asked far more often than it changes."""
-        offsets = (
-            # On the mean a record is half as old as the time between two of its peer.
-            entry.offset_s - (RENEWED_S if number in self.seldom else self._refresh_s) / 2
-            for number in self.watched
-            for peer, entry in self._tables[number].known.items()
-            if entry.believed
-            and peer != self._me
-            and entry.offset_s is not None
-            # The last record of a peer that has finished may be found late.
-            and not (number in self.seldom and entry.published.record.state is PeerState.FINISHED)
-        )
-        self.skew_s = skew_s(list(islice(offsets, CLOCKS_ASKED)))
 
     def _news(self, stage: int, raws: Mapping[str, bytes], shards: Sequence[Shard]) -> dict[str, Published]:
         """Decode the records of a stage that are newer than what we know, of peers that these shards count."""

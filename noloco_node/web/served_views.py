@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from noloco_node.journal import events
 from noloco_node.network.interface import PeerNetwork
+from noloco_node.network.swarm_clock import CLOCK
 from noloco_node.observe.journal_observer import change_text
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.roster_observer import RosterObserver
@@ -50,7 +50,7 @@ class ServedViews:
             self._failed = True
 
     def _take(self, event: events.Event) -> None:
-        now = time.time()
+        now = CLOCK.unix_s()
         if self._metrics is not None:
             self._metrics.take(event, now)
         self.own.take(events.stamped(event, now))
@@ -70,7 +70,7 @@ class ServedViews:
         while True:
             while self._told:
                 self._observer.tell(f"{short(self.own.peer or '')} {self.own.name}".strip(), *self._told.popleft())
-            view = self._observer.view(membership.roster, time.time(), membership.news_age_s)
+            view = self._observer.view(membership.roster, CLOCK.unix_s(), membership.news_age_s)
             if self._metrics is not None:
                 self._metrics.show(view, membership.watched, network.statistics())
             if self._page is not None:

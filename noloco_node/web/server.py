@@ -15,7 +15,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from typing import NamedTuple, cast
@@ -118,10 +118,8 @@ async def _listening(
             )
         except OSError as error:
             raise place.refused(option, error) from error
-        try:
+        with closing(listener):
             yield place.url(listener.sockets[0].getsockname()[1])
-        finally:
-            listener.close()
     finally:
         await runner.cleanup()
 

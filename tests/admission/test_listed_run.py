@@ -1,7 +1,5 @@
 """A listed run of real processes: who is named trains, who is not is told so, and who is revoked is out."""
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run with an owner over real daemons: whoever only knows an address gets nothing, whoever is shut out is out."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import time
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 from admission_keys import admitted, key
 from limits import PATIENT
+from user_errors import user_error
 
 from noloco_node.admission.admission_state import AdmissionState, HeldTicket
 from noloco_node.admission.ticket import MEMBER, Right, encode, encode_list, grant, key_of, signed_list
@@ -113,7 +112,6 @@ async def gets_nothing(network: PeerNetwork, server: str) -> None:
 
 async def asked(caller: Libp2pNetwork, callee: str, key: str) -> Any:
     """Have a peer read from another one's node of the DHT, and store; return what it reads, None for no answer."""
-    assert caller._joined is not None
     node, peer = caller._joined.records._joined(), load_hivemind().PeerID.from_base58(callee)
     node._node.blacklist.clear()
     found = await node.find(peer, place_of(key))
@@ -146,10 +144,9 @@ async def test_whoever_only_knows_an_address_gets_nothing(monkeypatch: pytest.Mo
         names = whole._context.secret.prefix + " ".join(whole._switchboard.topics)
         assert RECIPE.digest not in names
         assert RECIPE.run.name not in names.split("/")
-        with pytest.raises(UserError, match="takes part in this run") as caught:
+        with user_error(Exit.OTHER_RUN, "takes part in this run"):
             async with opened(door, run="a guess"):
                 pass
-        assert caught.value.code is Exit.OTHER_RUN
 
         # One that has seen the names, as libp2p shows them, and calls by them.
         class Imitation(RunSecret):
@@ -159,7 +156,6 @@ async def test_whoever_only_knows_an_address_gets_nothing(monkeypatch: pytest.Mo
 
         monkeypatch.setattr(libp2p_network, "RunSecret", Imitation)
         async with opened(run="a guess") as stranger:
-            assert stranger._joined is not None
             await stranger._joined.control.knock([parse_peer_address(door)], PATIENT.reach_s)
             await gets_nothing(stranger, whole.peer_id)
             verdict = await command.dialled_back(stranger, [whole.peer_id], (4001,))
@@ -227,9 +223,8 @@ async def test_whoever_knows_the_run_and_has_no_ticket_or_no_longer_one_is_out()
             await gets_nothing(member, first.peer_id)
             assert await asked(third, first.peer_id, "stage") is None, "it is not answered"
             assert await asked(first, third.peer_id, "stage") is None, "it is not asked"
-            with pytest.raises(UserError, match="does not let us in") as caught:
+            with user_error(Exit.NOT_ADMITTED, "does not let us in"):
                 await member.read_all(["anything"])
-            assert caught.value.code is Exit.NOT_ADMITTED
             assert state.raw_revocations == raw
 
             assert (await fetch(short, [first.peer_id], RECIPE.digest)).text == RECIPE.text

@@ -1,7 +1,5 @@
 """A swarm of production nodes in a run with an owner, in virtual time: it goes on without who is shut out."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +8,7 @@ from typing import Any, cast
 import pytest
 from admission_keys import NOW_S, OWNER, admitted, key, public
 from continued_runs import ADAPTER, Continued
-from memory_swarms import Peer, recipe, until
+from memory_swarms import Peer, asked_to_leave, recipe, until
 
 from gossip.interface import OuterStepTaken
 from noloco_node.admission import ticket_service
@@ -78,7 +76,6 @@ async def test_a_swarm_of_members_trains_and_goes_on_without_who_is_shut_out(tmp
     await asyncio.wait([victim.task])
     assert asyncio.get_running_loop().time() - begun_s < REFRESHES_S
     trouble = user_error_of(victim.task.exception())
-    assert trouble is not None
     assert trouble.code is Exit.NOT_ADMITTED
     await asyncio.sleep(REFRESHES_S)
     assert all(state.revocations is not None for state in hub.states.values())
@@ -90,9 +87,7 @@ async def test_a_swarm_of_members_trains_and_goes_on_without_who_is_shut_out(tmp
     await until(lambda: all(len(peer.of(events.InnerStep)) > before[peer.name] for peer in others))
     await until(lambda: len(partners(peers[0])) > met + 2)
     assert victim.name not in partners(peers[0])[met:]
-    for peer in others:
-        peer.leave.set()
-    await asyncio.gather(*(peer.task for peer in others))
+    await asked_to_leave(*others)
 
 
 class Renewed:
@@ -159,7 +154,6 @@ async def test_a_node_whose_ticket_expires_goes_on_with_another_and_one_without_
         await asyncio.wait([late.task])
         assert expires_s <= asyncio.get_running_loop().time() < expires_s + 60.0
         trouble = user_error_of(late.task.exception())
-        assert trouble is not None
         assert trouble.code is Exit.NOT_ADMITTED
         assert "expired" in trouble.why
         assert sum("nobody gives us another" in line for line in late.__dict__["renewals"]) > 0
@@ -170,6 +164,4 @@ async def test_a_node_whose_ticket_expires_goes_on_with_another_and_one_without_
     await until(lambda: len(patient.of(events.InnerStep)) > before + 5)
     assert sum("new ticket" in line for line in patient.__dict__["renewals"]) == 1
     patient.__dict__["renewing"].cancel()
-    for peer in (*others, patient):
-        peer.leave.set()
-    await asyncio.gather(*(peer.task for peer in (*others, patient)))
+    await asked_to_leave(*others, patient)

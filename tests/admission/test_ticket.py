@@ -1,7 +1,5 @@
 """Tickets: whatever chain of honest grants is made is good, and whatever is changed about one is not."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from admission_keys import NOW_S, OWNER, RUN, key, public
@@ -95,7 +93,6 @@ def test_a_ticket_is_for_one_run_and_one_owner(links: Chain) -> None:
 def test_a_ticket_lasts_no_longer_than_what_it_depends_on(untils: list[int]) -> None:
     first = grant(key(0), RUN, Right.SIGN | MEMBER, untils[0], public(1))
     facts = facts_of(extended((first,), key(1), RUN, MEMBER, untils[1], public(2)), OWNER, RUN)
-    assert facts is not None
     assert facts.until == min(untils)
 
 
@@ -150,7 +147,6 @@ def test_an_invitation_makes_a_ticket_for_whoever_holds_it() -> None:
         raw = invitation.ticket(RUN, peer, rights, NOW_S - 10, None)
         assert raw is not None
         facts = facts_of(decode(raw) or (), OWNER, RUN)
-        assert facts is not None
         assert facts.rights == rights
         # Whoever only looks uses no single-use invite up.
         assert (facts.invite_key is None) == (rights == Right.LOOK)

@@ -1,7 +1,5 @@
 """An open run gives tickets for work, and to no network more than its share."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 
@@ -71,7 +69,6 @@ def asked(
 def test_work_is_paid_with_a_ticket() -> None:
     reply = asked(work(RUN, ME))
     facts = facts_of(decode(reply.ticket) or (), OWNER, RUN)
-    assert facts is not None
     assert facts.rights == MEMBER
     assert facts.keys == (public(2),)
 
@@ -79,7 +76,6 @@ def test_work_is_paid_with_a_ticket() -> None:
 def test_whoever_only_looks_works_little() -> None:
     assert asked(0, trains=False).refusal == "the work for a ticket was not done"
     facts = facts_of(decode(asked(work(RUN, ME, LOOK_BITS), trains=False).ticket) or (), OWNER, RUN)
-    assert facts is not None
     assert facts.rights == Right.LOOK
     assert facts.until < NOW_S + 86400
 
@@ -142,7 +138,7 @@ def test_passing_identities_of_one_network_get_a_share_of_their_own(monkeypatch:
             (SimpleNamespace(peer=peer, origin="/ip4/192.0.2.7/tcp/1"), TicketRequest(nonce=0, trains=trains))
             for peer in peers
         ]
-        return sum(bool(service._decide(asks, request)[0]) for asks, request in requests)  # type: ignore[arg-type]
+        return sum(bool(service._decide(asks, request)[0]) for asks, request in requests)
 
     assert given_out(trains=False) == LOOKS_A_PREFIX
     assert given_out(trains=True) == TICKETS_A_PREFIX
@@ -151,7 +147,6 @@ def test_passing_identities_of_one_network_get_a_share_of_their_own(monkeypatch:
 def test_a_delegate_that_the_list_names_gets_the_right_to_sign_anew() -> None:
     for named in (None, {public(2): NOW_S + 50}):
         facts = facts_of(decode(asked(0, named=named, signs={public(2): NOW_S + 70}).ticket) or (), OWNER, RUN)
-        assert facts is not None
         assert (facts.rights, facts.until) == (MEMBER | Right.SIGN, NOW_S + 70)
 
 
@@ -177,7 +172,6 @@ def test_any_origin_has_a_prefix(origin: str) -> None:
 @pytest.mark.parametrize("trains", [True, False])
 def test_where_the_owner_names_peers_a_ticket_is_good_for_as_long_as_its_list_says(*, trains: bool) -> None:
     facts = facts_of(decode(asked(0, trains=trains, named={public(2): NOW_S + 50}).ticket) or (), OWNER, RUN)
-    assert facts is not None
     assert facts.until == NOW_S + 50
     assert facts.rights == (MEMBER if trains else Right.LOOK)
 

@@ -1,7 +1,5 @@
 """The example's training loop as members of a swarm: real processes over real daemons."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A foreign module does for a node what a stage does, and its program notices nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from pathlib import Path
@@ -31,7 +29,7 @@ def stage_of(module: nn.Module) -> ForeignStage:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_lie_one_behind_the_other_whatever_the_strides_of_the_program(dtype: torch.dtype) -> None:
-    module = nn.Conv2d(2, 3, 3, dtype=dtype).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    module = nn.Conv2d(2, 3, 3, dtype=dtype).to(memory_format=torch.channels_last)
     module.scale = nn.Parameter(torch.tensor(2.0, dtype=dtype))
     stage = stage_of(module)
     for copies in (stage.weights(), stage.weights(stage.weights()), stage.current_weights()):
@@ -208,6 +206,15 @@ def test_what_is_no_optimiser_or_no_module_is_refused_in_words(*, swapped: bool)
     with pytest.raises(UserError, match="takes an optimiser of torch and a module, in this order") as refused:
         noloco_node.GossipOptimizer(*wrong, "invite")
     assert type(wrong[1]).__name__ in refused.value.why
+
+
+@pytest.mark.parametrize("name", ["device", "stage", "data", "threads", "max_memory", "max_ram", "sample"])
+def test_an_option_that_a_module_of_the_program_overrides_is_refused(name: str) -> None:
+    """It would do nothing: the module lies on its device, and is the run's only stage."""
+    module = nn.Linear(2, 2)
+    options: Any = {name: 0}
+    with pytest.raises(UserError, match=f"GossipOptimizer has no option {name}"):
+        noloco_node.GossipOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module, "invite", **options)
 
 
 def test_a_parameter_that_the_optimiser_lacks_is_named() -> None:

@@ -1,7 +1,5 @@
 """Optimisers in this process as members of a run, over real daemons: how they train, and what they refuse."""
 
-from __future__ import annotations
-
 import copy
 import io
 import os
@@ -14,6 +12,7 @@ import torch
 from process_swarm import LOCAL, host
 from processes import Commands
 from torch import Tensor, nn
+from user_errors import user_error
 
 import noloco_node
 from noloco_node.errors import Exit, UserError
@@ -64,9 +63,8 @@ def failing() -> float:
 
 
 def test_a_member_begins_with_the_runs_weights_and_trains_as_its_optimiser_does(run: Run) -> None:
-    with pytest.raises(UserError) as refused:
+    with user_error(Exit.CONFIG) as refused:
         joined(run, "other", nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
-    assert refused.value.code is Exit.CONFIG
     assert "2.weight is [2, 8], and the run's is [1, 8]" in refused.value.why
     net, alone = module(), module()
     with joined(run, "one", net) as optimizer:  # the refused one is no first one

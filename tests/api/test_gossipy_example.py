@@ -1,7 +1,5 @@
 """The outer rule in the simulator of another project, where that is installed (the package gossipy-dfl)."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

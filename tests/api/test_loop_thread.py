@@ -1,7 +1,5 @@
 """The engine's coroutines run in a thread of their own, and end as their caller wants."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

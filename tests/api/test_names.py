@@ -1,7 +1,5 @@
 """Six names are importable, and cost nothing before they are asked for."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

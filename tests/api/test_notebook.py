@@ -1,7 +1,5 @@
 """The notebook of the examples: its cells, one after the other, with a real node and a real bootstrap peer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

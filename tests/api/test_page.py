@@ -1,7 +1,5 @@
 """The programs on docs/python.md run as they stand there."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

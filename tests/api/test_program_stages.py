@@ -1,7 +1,5 @@
 """Modules of a program as the stages of a run: they compute what the program's own loop would, and are checked."""
 
-from __future__ import annotations
-
 import copy
 import runpy
 from collections.abc import Callable
@@ -17,6 +15,7 @@ from safetensors.torch import load_file
 from small_stages import nadam
 from torch import Tensor, nn
 from torch.nn import functional
+from user_errors import user_error
 
 import noloco_node
 from noloco_node.api.program_stages import program_slice, tried
@@ -126,7 +125,7 @@ def reordered() -> nn.Module:
 def narrow() -> nn.Module:
     scaled = Scaled()
     scaled.layer = nn.Linear(WIDTH, 1).requires_grad_(False)
-    scaled.forward = lambda hidden: (scaled.scale * hidden)[..., :2]  # type: ignore[method-assign]
+    scaled.forward = lambda hidden: (scaled.scale * hidden)[..., :2]
     return scaled
 
 
@@ -153,14 +152,13 @@ def test_a_stage_that_is_not_the_runs_is_refused_by_what_differs(
 ) -> None:
     run = written(tmp_path, modules())
     layout = foreign_layout(run)
-    with pytest.raises(UserError) as refused:
+    with user_error(Exit.CONFIG) as refused:
         program_slice(number, lambda _: build(), layout, run)
-    assert refused.value.code is Exit.CONFIG
     assert said in f"{refused.value.what} {refused.value.why}"
 
 
 class Pair(nn.Embedding):
-    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         return super().forward(ids), ids
 
 
@@ -199,7 +197,7 @@ def test_a_list_that_is_no_pipeline_is_refused_and_nothing_is_written(
 )
 def test_what_stages_of_a_program_cannot_do_is_named(tmp_path: Path, field: str, sections: dict[str, object]) -> None:
     with pytest.raises(UserError) as refused:
-        written(tmp_path, modules(), **copy.deepcopy(sections))  # type: ignore[arg-type]
+        written(tmp_path, modules(), **copy.deepcopy(sections))
     assert field in refused.value.what
 
 

@@ -1,7 +1,5 @@
 """`noloco_node.init` writes a run that every part of the product reads."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path
@@ -13,6 +11,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
+from user_errors import user_error
 
 import noloco_node
 from noloco_node.api.foreign_stage import ForeignStage, trained_parameters
@@ -93,9 +92,8 @@ def test_a_file_that_is_there_stays(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_named_and_nothing_is_written(tmp_path: Path, wrong: dict[str, object], field: str) -> None:
-    with pytest.raises(UserError) as refused:
-        noloco_node.init(tmp_path / "run.toml", nn.Linear(1, 1), **wrong)  # type: ignore[arg-type]
-    assert refused.value.code is Exit.CONFIG
+    with user_error(Exit.CONFIG) as refused:
+        noloco_node.init(tmp_path / "run.toml", nn.Linear(1, 1), **wrong)
     assert field in refused.value.what
     assert not list(tmp_path.iterdir())
 

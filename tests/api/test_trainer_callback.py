@@ -1,7 +1,5 @@
 """Trainers of transformers train PEFT's adapters as members of a run. They ask for accelerate and peft."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from contextlib import closing

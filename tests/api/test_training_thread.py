@@ -1,10 +1,10 @@
 """Jobs of a node wait for the thread that trains, and no signal interrupts one."""
 
-from __future__ import annotations
-
+import queue
 import signal
 import threading
 from concurrent.futures import CancelledError
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -55,6 +55,22 @@ def test_an_interrupt_ends_a_wait() -> None:
     with pytest.raises(KeyboardInterrupt):
         thread.work_until(lambda: False)
     timer.join()
+
+
+def test_a_node_ends_while_the_thread_that_trains_takes_the_last_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Taken(queue.SimpleQueue[Any]):
+        """A queue whose last job somebody else takes as soon as one has looked; it raises instead of waiting."""
+
+        def empty(self) -> bool:
+            return super().empty() or super().get(block=False) is None
+
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            return super().get(block=False)
+
+    thread = TrainingThread()
+    monkeypatch.setattr(thread, "_jobs", Taken())
+    thread.submit(lambda: None)
+    thread.shutdown()
 
 
 def test_a_thread_other_than_the_main_one_trains_too() -> None:

@@ -1,7 +1,5 @@
 """The benchmark of what defences cost replaces production functions: its replacements take the same arguments."""
 
-from __future__ import annotations
-
 from inspect import signature
 
 from benchmarks.robustness.defence_cost import without_influence

@@ -1,7 +1,5 @@
 """The benchmark of false alarms: what it counts is what the verdicts say, and odd replicas are odd."""
 
-from __future__ import annotations
-
 from itertools import combinations
 from random import Random
 
@@ -45,8 +43,7 @@ def test_odd_swarms_are_odd() -> None:
     assert {kind for kind, setup in setups.items() if max(setup.scenario.devices.slowness) > 1.0} == {"slow", "all"}
     ids = torch.arange(128).view(4, 32)
     computed = [
-        in_precision(setups["mixed"], 0, precision).infer(ids)  # type: ignore[attr-defined]
-        for precision in (None, torch.bfloat16, torch.float16)
+        in_precision(setups["mixed"], 0, precision).infer(ids) for precision in (None, torch.bfloat16, torch.float16)
     ]
     assert not any(torch.equal(one, other) for one, other in combinations(computed, 2))
     assert all(torch.allclose(computed[0], each, atol=0.05) for each in computed[1:])

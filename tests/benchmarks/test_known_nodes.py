@@ -1,7 +1,5 @@
 """Nodes near a key that stay do not become the only ones that a peer knows."""
 
-from __future__ import annotations
-
 from statistics import mean
 
 import pytest

@@ -93,7 +93,7 @@ def test_a_function_notes_its_statements_and_does_what_it_did() -> None:
         "            raise ValueError\n    except ValueError:\n        return -1\n\ndef g(n):\n    return n\n"
     )
     seen: list[int] = []
-    names: dict[str, Callable[[int], int]] = {"note": seen.append}  # type: ignore[dict-item]
+    names: dict[str, Callable[[int], int]] = {"note": seen.append}
     exec(noting(text, lambda number: f"note({number})"), names)
     assert (names["f"](2), seen, names["f"].__doc__) == (2, [3, 4, 5, 12], "doc")
     seen.clear()
@@ -141,6 +141,7 @@ def project(tmp_path: Path) -> Path:
         "tests/pipeline/test_none.py": "def test_none():\n    pass\n",
         "pyproject.toml": "[tool.pytest.ini_options]\n" + "addopts = '--import-mode=importlib'\npythonpath = ['.']\n",
         "setup.cfg": "",
+        "setup.py": "",
         "README.md": "",
     }
     for name, text in files.items():
@@ -166,11 +167,7 @@ mutants.try_all([m for m in mutants.all_mutants(Path(project)) if m.becomes in b
 def test_mutants_are_killed_time_out_or_survive_and_what_is_known_is_not_tried_again(
     project: Path, tmp_path: Path
 ) -> None:
-    kinds = {
-        "while y <= x:": "killed",
-        "x = x - 1": "timed out",
-        "return 0": "survived",
-    }
+    kinds = {"while y <= x:": "killed", "x = x - 1": "timed out", "return 0": "survived"}
     kept = tmp_path / "results.jsonl"
     done = subprocess.run(
         [sys.executable, "-c", TRY, project, kept, *kinds], cwd=ROOT, check=False, capture_output=True

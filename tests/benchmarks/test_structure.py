@@ -7,14 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.structure.figures import measure, repeated_classes
-from benchmarks.structure.source import (
-    circles,
-    contracted,
-    levels,
-    package_circles,
-    read_tree,
-    unit,
-)
+from benchmarks.structure.source import circles, contracted, levels, package_circles, read_tree, unit
 from benchmarks.structure.ways import FOLLOW
 
 TOY = {

@@ -1,7 +1,5 @@
 """What a bootstrap peer answers to newcomers, and to whom not."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """`noloco-node data`: rows as a run reads them, on a screen of 80 columns, and what does not fit."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ from checkpoints import write_tokenizer
 from torch import nn
 from transformers import AutoTokenizer
 from typer.testing import CliRunner, Result
+from user_errors import user_error
 
 import noloco_node
 from noloco_node.cli.main import app
@@ -167,7 +166,6 @@ def test_of_a_data_set_of_the_hub_no_more_rows_are_read_where_none_fits(monkeypa
     monkeypatch.setattr(dataset_documents, "CHUNK_ROWS", 7)
     monkeypatch.setattr(row_preview.RowEncoder, "document", Mock(side_effect=UnfitRowError("does not fit")))
     data = DataConfig(source="hub", path="some/rows", commit="0" * 40, form="prompt")
-    with pytest.raises(UserError, match="None of 20 rows") as caught:
+    with user_error(Exit.DATA, "None of 20 rows"):
         list(preview(decode_run(run_text("tiny"), "the preset"), data))
-    assert caught.value.code is Exit.DATA
     assert len(read) < 40

@@ -1,7 +1,5 @@
 """Wrong input is refused before torch is loaded, and the options on what is said stand where a person puts them."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """What `--help` prints on a terminal of 80 columns."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

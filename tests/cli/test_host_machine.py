@@ -1,7 +1,5 @@
 """What a machine gives to a node."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What a stop signal does to a command, before its work and in it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

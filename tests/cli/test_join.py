@@ -1,7 +1,5 @@
 """What `join` adds to what a node says of itself."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncIterator
@@ -72,7 +70,6 @@ def test_a_device_that_tells_of_its_energy_is_journalled_with_the_traffic(tmp_pa
     told = [event.joules for event in reader.read(tmp_path / "journal.jsonl") if isinstance(event, events.Energy)]
     assert told == [3.0, 4.5]
     given = views.own.ledger.given("r")
-    assert given is not None
     assert given.joules == 4
 
 

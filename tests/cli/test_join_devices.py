@@ -1,7 +1,5 @@
 """A node on each of several devices: shares of the owner's limits, and processes that end together."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from dataclasses import replace
@@ -37,7 +35,7 @@ RAM = 64 * 10**9
 def typed(arguments: list[str]) -> JoinOptions:
     """Return what the command line makes of these words."""
     command = typer.main.get_command(app)
-    given = command.commands["join"].make_context("join", [*arguments]).params  # type: ignore[attr-defined]
+    given = command.commands["join"].make_context("join", [*arguments]).params
     del given["invite"]
     return JoinOptions(
         **{key: ([*value] or None) if isinstance(value, tuple) else value for key, value in given.items()}

@@ -1,13 +1,12 @@
 """What options of the command line take."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 
 import pytest
 from command_line import printed, refused
 from typer.testing import CliRunner
+from user_errors import user_error
 
 from noloco_node.cli.main import app
 from noloco_node.cli.options import (
@@ -116,6 +115,5 @@ def test_numbers_of_machines_are_finite(words: list[str]) -> None:
 def test_prompts_for_which_the_training_would_wait_too_long_are_refused(prompts: list[str]) -> None:
     assert JoinOptions().prompts == ()
     assert JoinOptions(sample=["The ", "a\nb"]).prompts == ("The ", "a\nb")
-    with pytest.raises(UserError, match="--sample") as refused:
+    with user_error(Exit.USAGE, "--sample"):
         _ = JoinOptions(sample=prompts).prompts
-    assert refused.value.code is Exit.USAGE

@@ -1,7 +1,5 @@
 """What `status` prints fits a terminal of eighty columns, and marks who may be dead."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -118,7 +116,6 @@ def test_only_the_owner_of_the_run_is_known_by_the_key_beside_its_run_file(tmp_p
     assert visitor.owner_key(digest) is None
     save_key(run, owner)
     found = visitor.owner_key(digest)
-    assert found is not None
     assert found.private_bytes_raw() == owner.private_bytes_raw()
     assert visitor.owner_key("0" * 64) is None
     assert Visitor(run=tmp_path / "none.toml").owner_key(digest) is None

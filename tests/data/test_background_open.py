@@ -1,7 +1,5 @@
 """What is opened ahead is opened once, and closed whatever becomes of it."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from pathlib import Path
@@ -118,27 +116,26 @@ async def test_what_fails_ahead_is_closed_and_said() -> None:
     assert [text.closed for text in made] == [1]
 
 
-def test_a_text_that_was_read_ahead_is_where_it_was(tmp_path: Path) -> None:
-    async def main() -> None:
-        plain, ahead, again = (source(tmp_path) for _ in range(3))
-        ahead.read_ahead()
-        assert ahead.position() == plain.position()
-        assert not await ahead.restore({**plain.position(), "chunk": {"source": "another one"}})
-        drawn = [await plain.draw() for _ in range(3)]
-        assert torch.equal(await ahead.draw(), drawn[0])
-        assert ahead.position() == (position := ahead.position())
-        again.read_ahead()
-        assert await again.restore(position)
-        assert again.position() == position
-        for text in (ahead, again):
-            assert torch.equal(await text.draw(), drawn[1])
-        for text in (plain, ahead, again):
-            text.close()
-
-    asyncio.run(main())  # the text has a thread of its own
+@pytest.mark.real_time
+async def test_a_text_that_was_read_ahead_is_where_it_was(tmp_path: Path) -> None:
+    plain, ahead, again = (source(tmp_path) for _ in range(3))
+    ahead.read_ahead()
+    assert ahead.position() == plain.position()
+    assert not await ahead.restore({**plain.position(), "chunk": {"source": "another one"}})
+    drawn = [await plain.draw() for _ in range(3)]
+    assert torch.equal(await ahead.draw(), drawn[0])
+    assert ahead.position() == (position := ahead.position())
+    again.read_ahead()
+    assert await again.restore(position)
+    assert again.position() == position
+    for text in (ahead, again):
+        assert torch.equal(await text.draw(), drawn[1])
+    for text in (plain, ahead, again):
+        text.close()
 
 
-def test_a_position_that_is_asked_for_while_the_thread_reads_is_of_before(
+@pytest.mark.real_time
+async def test_a_position_that_is_asked_for_while_the_thread_reads_is_of_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     length, batch = RUN.pipeline.sequence_length, RUN.pipeline.microbatch_size
@@ -152,22 +149,19 @@ def test_a_position_that_is_asked_for_while_the_thread_reads_is_of_before(
         go_on.wait(LAST_RESORT_S)
         return read(blocks, size)
 
-    async def main() -> None:
-        for _ in range(4):  # a chunk, and the first batch of the next one, which was there
-            await text.draw()
-        with monkeypatch.context() as patch:
-            patch.setattr(Blocks, "next_batch", slow_read)
-            drawing = asyncio.ensure_future(text.draw())
-            await asyncio.get_running_loop().run_in_executor(None, reading.wait, LAST_RESORT_S)
-            position = text.position()
-            go_on.set()
-            drawn = await drawing
-        assert await again.restore(position)
-        assert torch.equal(await again.draw(), drawn)
-        for opened in (text, again):
-            opened.close()
-
-    asyncio.run(main())
+    for _ in range(4):  # a chunk, and the first batch of the next one, which was there
+        await text.draw()
+    with monkeypatch.context() as patch:
+        patch.setattr(Blocks, "next_batch", slow_read)
+        drawing = asyncio.ensure_future(text.draw())
+        await asyncio.get_running_loop().run_in_executor(None, reading.wait, LAST_RESORT_S)
+        position = text.position()
+        go_on.set()
+        drawn = await drawing
+    assert await again.restore(position)
+    assert torch.equal(await again.draw(), drawn)
+    for opened in (text, again):
+        opened.close()
 
 
 async def test_what_cannot_be_opened_says_so_to_everybody_who_asks_and_to_nobody_else() -> None:
@@ -186,7 +180,8 @@ async def test_what_cannot_be_opened_says_so_to_everybody_who_asks_and_to_nobody
     await asyncio.sleep(2 * OPENS_S)
 
 
-def test_a_text_is_read_in_one_thread_and_by_one_reader_at_a_time(
+@pytest.mark.real_time
+async def test_a_text_is_read_in_one_thread_and_by_one_reader_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = source(tmp_path)
@@ -206,17 +201,13 @@ def test_a_text_is_read_in_one_thread_and_by_one_reader_at_a_time(
             inside.pop()
 
     monkeypatch.setattr(ShuffledBlocks, "next_batch", noted)
-
-    async def main() -> None:
-        for _ in range(5):
-            given_up = asyncio.ensure_future(text.draw())
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            given_up.cancel()
-            loop = asyncio.get_running_loop()
-            await asyncio.gather(text.draw(), *(loop.run_in_executor(None, int) for _ in range(2)))
-        text.close()
-
-    asyncio.run(main())
+    for _ in range(5):
+        given_up = asyncio.ensure_future(text.draw())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        given_up.cancel()
+        loop = asyncio.get_running_loop()
+        await asyncio.gather(text.draw(), *(loop.run_in_executor(None, int) for _ in range(2)))
+    text.close()
     assert len(threads) == 1
     assert most == 1

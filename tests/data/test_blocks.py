@@ -28,8 +28,9 @@ import torch
 from checkpoints import write_tokenizer
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from tokenizers import processors
-from transformers import ByT5Tokenizer
+from tokenizers import Tokenizer, models, processors
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+from user_errors import user_error
 
 from noloco_node.data import dataset_documents
 from noloco_node.data.blocks import Blocks, _documents, open_blocks
@@ -411,9 +412,8 @@ def test_a_file_without_a_row_asks_for_another_file_and_no_other_field(tmp_path:
 def test_text_that_may_not_be_read_is_not_said_to_be_missing(tmp_path: Path) -> None:
     around = tmp_path / "around"
     around.symlink_to(around)  # the system refuses it, also to root
-    with pytest.raises(UserError) as caught:
+    with user_error(Exit.CONFIG) as caught:
         find_files(str(around))
-    assert caught.value.code is Exit.CONFIG
     assert str(around) in caught.value.why
     assert "symbolic links" in caught.value.why
     with pytest.raises(UserError, match="There is no data at"):
@@ -462,6 +462,27 @@ def test_the_name_of_a_file_that_is_no_text_becomes_a_sentence(tmp_path: Path) -
     assert said.encode()
 
 
+def test_a_directory_that_may_be_listed_and_not_entered_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody but its owner may look at a file in it."""
+    (tmp_path / "closed").mkdir()
+    for name in ("open.txt", "closed/a.txt"):
+        (tmp_path / name).write_text("some text")
+    stat = os.stat
+
+    def refused(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if "closed/" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", refused)
+    assert [name for name, _ in find_files(str(tmp_path))] == ["open.txt"]
+    with pytest.raises(UserError, match="no data at") as caught:
+        find_files(str(tmp_path / "closed"))
+    assert "Permission denied" in caught.value.why
+
+
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
 def test_rows_in_a_file_whose_name_is_no_text_are_read(tmp_path: Path, ending: str) -> None:
     """pyarrow takes no such name."""
@@ -478,6 +499,28 @@ def test_rows_in_a_file_whose_name_is_no_text_are_read(tmp_path: Path, ending: s
     source: Any = "parquet" if ending == "parquet" else "json"
     blocks = open_blocks(DataConfig(source=source, path=str(tmp_path), validation_percent=0.0), 8, 0, "p")
     assert len(blocks.next_batch(4)) == 4
+
+
+@pytest.mark.parametrize(
+    "model",
+    [models.WordLevel({"a": 0, "<end>": 1}), models.WordPiece({"a": 0}), models.Unigram([("a", 0.0), ("<end>", 0.0)])],
+)
+@pytest.mark.parametrize("form", ["text", "prompt", "messages"])
+def test_a_tokenizer_that_does_not_know_a_character_says_so(tmp_path: Path, model: Any, form: str) -> None:
+    """Its library raises a bare Exception, in the thread that reads the text."""
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token="<end>").save_pretrained(tmp_path)
+    said = {"text": "be", "prompt": "a", "completion": "be", "messages": [{"role": "assistant", "content": "be"}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(said))
+    data = DataConfig(
+        source="json",
+        path=str(tmp_path / "rows.jsonl"),
+        form=form,  # type: ignore[arg-type]
+        tokenizer=str(tmp_path),
+        chat_template="chatml" if form == "messages" else "",
+        validation_percent=0.0,
+    )
+    with user_error(Exit.CONFIG, "takes no such text"):
+        open_blocks(data, 8, 0, "p").next_batch(1)
 
 
 def test_what_save_to_disk_wrote_is_refused(tmp_path: Path) -> None:
@@ -514,10 +557,9 @@ def test_a_local_tokenizer_and_its_end_token(corpus: Path, tmp_path: Path) -> No
     ],
 )
 def test_what_is_not_there_is_one_clear_message(corpus: Path, change: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError) as caught:
+    with user_error(Exit.CONFIG) as caught:
         open_blocks(config(corpus, **change), 16, 0, "p").next_batch(1)
     assert says in str(caught.value)
-    assert caught.value.code == Exit.CONFIG
 
 
 @pytest.mark.parametrize(
@@ -536,7 +578,7 @@ def test_what_is_not_there_is_one_clear_message(corpus: Path, change: dict[str, 
 def test_data_without_text_is_one_clear_message(tmp_path: Path, name: str, content: bytes, says: str) -> None:
     (tmp_path / name).write_bytes(content)
     source = {"jsonl": "json", "gz": "json", "parquet": "parquet", "txt": "text"}[name.split(".")[-1]]
-    data = DataConfig(source=source, path=str(tmp_path / name), validation_percent=0.0)  # type: ignore[arg-type]
+    data = DataConfig(source=source, path=str(tmp_path / name), validation_percent=0.0)
     with pytest.raises(UserError) as caught:
         open_blocks(data, 16, 0, "p").next_batch(1)
     assert says in str(caught.value)
@@ -603,10 +645,9 @@ def test_a_network_that_stays_away_is_given_up_in_the_end(corpus: Path, monkeypa
         calls.append(1)
         raise TimeoutError("no answer")
 
-    with pytest.raises(UserError, match="TimeoutError: no answer") as caught:
+    with user_error(Exit.UNREACHABLE, "TimeoutError: no answer") as caught:
         RowDocuments(config(corpus, "json"), ReadingOrder("train", 0, "p", True), load)
     assert len(calls) == 1, "the person who starts a node waits for it"
-    assert caught.value.code is Exit.UNREACHABLE
     assert caught.value.code not in NEEDS_A_PERSON, "a service tries again"
 
 
@@ -706,9 +747,8 @@ def test_a_source_that_is_not_here_is_refused_before_anything_begins(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError) as trouble:
+    with user_error(Exit.CONFIG):
         check_source(source)
-    assert trouble.value.code is Exit.CONFIG
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "a+b.txt").write_text("a")
     each = ("rows.jsonl", "text:rows.*", "json:rows.jsonl", "rows.jsonl#chat", "stdlib", f"hub:owner/name@{'a' * 40}")

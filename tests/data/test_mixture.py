@@ -1,7 +1,5 @@
 """Several sources in one run: shares, places, what is held out, and what a person sees of them."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
@@ -11,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from user_errors import user_error
 
 from noloco_node.data import blocks
 from noloco_node.data.blocks import BlockSource, open_blocks, run_blocks
@@ -147,9 +146,8 @@ def test_a_person_names_all_places_or_one(places: list[str], tmp_path: Path) -> 
         ("stdlib", None, 1.0),
     ]
     assert data.with_source("stdlib").mixture == ()
-    with pytest.raises(UserError, match="names 3 sources") as wrong:
+    with user_error(Exit.CONFIG, "names 3 sources"):
         data.with_source("+".join(places))
-    assert wrong.value.code is Exit.CONFIG
     odd = tmp_path / "a+b.txt"
     assert DataConfig().with_source(str(odd)).path == str(odd), "no mixture, no joined names"
 
@@ -162,8 +160,7 @@ def test_a_preview_shows_each_source_and_all_that_does_not_fit(tmp_path: Path) -
     data = DataConfig(mixture=tuple(sources))
     shown = preview(A_RUN, data)
     lines: list[str] = []
-    with pytest.raises(UserError, match="1 of 2 rows do not fit") as unfit:
+    with user_error(Exit.DATA, "1 of 2 rows do not fit"):
         lines.extend(shown)
-    assert unfit.value.code is Exit.DATA
     assert " ".join(lines).count("50.0% of the sequences") == 2
     assert any("9 rows fit the form" in line for line in lines), "what follows a source that does not fit is shown"

@@ -1,7 +1,5 @@
 """Rows of which the answers are learnt: which tokens these are, and that no row gets lost without a word."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import Counter
@@ -22,6 +20,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from user_errors import user_error
 
 from noloco_node.data import dataset_documents, local_rows
 from noloco_node.data.blocks import Blocks, open_blocks
@@ -234,9 +233,8 @@ def test_what_a_template_does_not_take_or_writes_in_two_ways_is_unfit(words: Pat
 def test_a_tokenizer_without_a_template_is_said(words: Path, tokenizer: str) -> None:
     name = str(words) if tokenizer == "words" else tokenizer
     data = msgspec.structs.replace(MESSAGES, chat_template="", tokenizer=name)
-    with pytest.raises(UserError, match="has no chat template") as caught:
+    with user_error(Exit.DATA, "has no chat template") as caught:
         RowEncoder(data)
-    assert caught.value.code is Exit.DATA
     assert "chatml" in caught.value.hint
     assert RowEncoder(msgspec.structs.replace(data, chat_template="chatml"))
 
@@ -514,16 +512,14 @@ def test_of_the_hub_a_part_says_that_no_row_fits(monkeypatch: pytest.MonkeyPatch
     if first_that_fits < 30:
         assert len(blocks.next_batch(100)) == 100
     else:
-        with pytest.raises(UserError, match="No row of the data fits") as caught:
+        with user_error(Exit.DATA, "No row of the data fits"):
             blocks.next_batch(1)
-        assert caught.value.code is Exit.DATA
 
 
 def test_where_no_row_fits_the_form_that_is_said(files: Path) -> None:
     data = config(files, "json", form="messages", chat_template="chatml")
-    with pytest.raises(UserError, match="no rows that fit") as caught:
+    with user_error(Exit.DATA, "no rows that fit") as caught:
         open_blocks(data, LENGTH, 0, "p").next_batch(1)
-    assert caught.value.code is Exit.DATA
     assert "rows.jsonl:1" in caught.value.why
 
 
@@ -573,7 +569,6 @@ def test_a_run_whose_rows_would_see_each_other_is_refused() -> None:
     sizes = {"hidden_size": 32, "n_layer": 3, "n_head": 4, "vocab_size": 384}
     model, pipeline = ModelConfig(architecture="bloom", sizes=sizes), PipelineConfig(sequence_length=32)
     run = RunConfig(model=model, pipeline=pipeline, data=PROMPT)
-    with pytest.raises(UserError, match="cannot share a sequence") as caught:
+    with user_error(Exit.CONFIG, "cannot share a sequence"):
         model_layout(run)
-    assert caught.value.code is Exit.CONFIG
     assert model_layout(msgspec.structs.replace(run, data=msgspec.structs.replace(PROMPT, packed=False)))

@@ -1,7 +1,5 @@
 """Mixed blocks: nothing lost, nothing twice, and resumed exactly anywhere."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -49,12 +47,7 @@ def test_resumption_is_exact_anywhere(texts: DataConfig, before: int, batch: int
 
 
 @settings(max_examples=30)
-@given(
-    size=st.integers(20, 3000),
-    chunk=st.integers(1, 400),
-    batch=st.integers(1, 7),
-    before=st.integers(0, 60),
-)
+@given(size=st.integers(20, 3000), chunk=st.integers(1, 400), batch=st.integers(1, 7), before=st.integers(0, 60))
 def test_a_chunk_ends_with_the_second_pass_over_a_short_text(
     tmp_path_factory: pytest.TempPathFactory, size: int, chunk: int, batch: int, before: int
 ) -> None:

@@ -1,7 +1,5 @@
 """The demo: what it counts, what it shows, where it writes, and that its children never outlive it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -23,6 +21,7 @@ from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 from sample_events import history, inner, started
 from typer.testing import CliRunner
+from user_errors import user_error
 
 from gossip.interface import OuterStepTaken, RoundSkipped
 from noloco_node.charts import spread
@@ -50,14 +49,7 @@ SCORES = ModelScores(
 
 def outer(number: int, partner: str | None, gap: float | None) -> OuterStepTaken:
     return OuterStepTaken(
-        at=1.0,
-        round=number,
-        partner=partner,
-        gap=gap,
-        staleness=2,
-        bytes_sent=100,
-        bytes_received=90,
-        seconds=0.1,
+        at=1.0, round=number, partner=partner, gap=gap, staleness=2, bytes_sent=100, bytes_received=90, seconds=0.1
     )
 
 
@@ -121,6 +113,21 @@ def test_shares_of_hops_are_of_their_sender() -> None:
     assert hops["0b", "1a"].microbatches == 0  # a route that nothing took is a route all the same
     assert hops["0b", "Qmgone"].share == pytest.approx(0.3)
     assert {hop.even for hop in hops.values()} == {0.5}
+
+
+def test_a_summary_counts_all_lives_of_a_peer() -> None:
+    """A new process counts from zero; a move to another stage begins new totals of next hops alone."""
+    whole = [events.Hops(counts={"Qm1a": 30, "Qm1b": 10}), events.Traffic(sent={"gossip": 70}, received={})]
+    more = [events.Hops(counts={"Qm1b": 40}), events.Traffic(sent={"gossip": 90}, received={"gossip": 5})]
+    moved = events.Moved(origin=0, target=0, why="w")
+    for again, sent in ((started("Qm0a", 0, pid=2), 70 + 90), (started("Qm0a", 0), 90)):
+        lived = of("0a", 0, [*whole, moved, again, *more])
+        summary = summarise([lived, of("1a", 1, []), of("1b", 1, [])])
+        assert {(hop.receiver, hop.microbatches, hop.share) for hop in summary.hops} == {
+            ("1a", 30, 3 / 8),
+            ("1b", 50, 5 / 8),
+        }
+        assert (summary.bytes["gossip"].sent, summary.bytes["gossip"].received) == (sent, 5)
 
 
 def test_a_summary_is_readable_with_and_without_a_verdict() -> None:
@@ -193,11 +200,9 @@ def test_an_outage_is_told_with_the_speeds_before_meanwhile_and_after() -> None:
             missing = outage.summary([source, killed])
     assert told == ["kill at 6", "restart at 11"]
     found = outage.summary([source, killed])
-    assert found is not None
     assert (found.progress, found.away_s) == (pytest.approx(0.3), pytest.approx(6.0))
     assert found.tokens_per_s_away == found.tokens_per_s_after == pytest.approx(4096.0)
     assert "1a was killed after 30% of the run, and at work again 6 s later" in lines(summarise([source], found), None)
-    assert missing is not None
     assert missing.away_s is None
     summary = summarise([source, killed], missing)
     assert picture("A swarm", [source, killed], summary, None).startswith(b"\x89PNG")
@@ -276,9 +281,8 @@ async def test_the_model_is_exported_then_evaluated_by_replica_and_sampled(tmp_p
 def test_a_demo_never_writes_over_files(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
-    with pytest.raises(UserError) as caught:
+    with user_error(Exit.USAGE) as caught:
         claim_output_dir(tmp_path / "mine", b"{}")
-    assert caught.value.code is Exit.USAGE
     assert "thesis.tex" in caught.value.why
     assert [entry.name for entry in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
 
@@ -301,9 +305,8 @@ def test_a_demo_that_is_a_moment_ahead_keeps_its_directory(tmp_path: Path) -> No
 
 
 async def test_too_many_peers_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as caught:
+    with user_error(Exit.USAGE):
         await demonstrate(DemoConfig(stages=9, replicas=9, home=tmp_path / "demo"))
-    assert caught.value.code is Exit.USAGE
     assert not (tmp_path / "demo").exists()
 
 

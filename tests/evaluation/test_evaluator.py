@@ -1,7 +1,5 @@
 """Which peer evaluates, and what an evaluation in a pause does."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import Counter
@@ -170,9 +168,7 @@ async def test_a_replica_that_comes_late_evaluates_nothing_that_was_due_before()
         MemoryError(),
     ],
 )
-async def test_without_text_an_evaluation_is_left_out_and_the_next_reads_anew(
-    trouble: Exception,
-) -> None:
+async def test_without_text_an_evaluation_is_left_out_and_the_next_reads_anew(trouble: Exception) -> None:
     held = Held(trouble)
     trial = Trial(held)
     (told,) = await trial.pauses(4, 4)
@@ -305,7 +301,7 @@ async def test_an_evaluation_counts_whose_weights_cannot_be_kept(trouble: Except
     async def fail(*_: object) -> None:
         raise trouble
 
-    held.best_loss = fail  # type: ignore[method-assign]
+    held.best_loss = fail
     told, event = await trial.pauses(4, 4)
     assert isinstance(told, events.Noticed)
     assert isinstance(event, events.Evaluated)
@@ -381,7 +377,7 @@ async def test_a_later_stage_stays_until_the_final_weights_are_evaluated() -> No
         records = [source(PeerState.TRAINING, made(2, 8))]
         loop.call_later(20.0, records.__setitem__, 0, last)
         begun_s = loop.time()
-        await last_evaluation(lambda records=records: Roster(stages=(tuple(records),)), every)  # type: ignore[misc]
+        await last_evaluation(lambda records=records: Roster(stages=(tuple(records),)), every)
         assert loop.time() - begun_s == pytest.approx(ends_s, abs=2 * LOOK_S)
 
 

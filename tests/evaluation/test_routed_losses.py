@@ -1,7 +1,5 @@
 """Evaluations of pipelines: what is asked of the stages, and whole swarms that evaluate while they train."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +9,7 @@ import torch
 from held_out import Held
 from hypothesis import given
 from hypothesis import strategies as st
-from memory_swarms import Peer, recipe, until
+from memory_swarms import Peer, asked_to_leave, ended, recipe, until
 
 from noloco_node.data.held_out_text import HeldOutText, evaluated_sequences
 from noloco_node.evaluation.evaluator import MOST_LOSS, TRIES, evaluation_quota, routed_losses
@@ -101,8 +99,7 @@ def test_one_evaluation_and_the_last_one_fit_into_the_quota(every: int, window: 
 async def test_a_pipeline_evaluates_beside_its_training_and_at_its_end() -> None:
     hub, what, held = SimNetwork(), recipe(replicas=2, steps=40, extra=EVALUATED), text(11)
     peers = [Peer(hub, what, f"{stage}-{n}", stage, evaluation=Held(held, "abc")) for stage in (0, 1) for n in (0, 1)]
-    async with asyncio.timeout(3600):
-        await asyncio.gather(*[peer.task for peer in peers])
+    await ended(*peers, within_s=3600)
     made = [event for peer in peers[:2] for event in peer.of(events.Evaluated)]
     assert len(made) >= 3
     assert not any(peer.of(events.Evaluated) for peer in peers[2:])
@@ -111,7 +108,8 @@ async def test_a_pipeline_evaluates_beside_its_training_and_at_its_end() -> None
         assert (event.documents, event.tokens, event.best, event.samples) == (11, 11 * LENGTH, False, ())
         assert 2.0 < event.loss < 6.0
         assert event.margin is not None
-    (last, event) = next((peer, peer.events[-1]) for peer in peers[:2] if isinstance(peer.events[-1], events.Evaluated))
+    (last,) = [peer for peer in peers[:2] if any("of the final weights" in line for line in peer.said)]
+    event = last.of(events.Evaluated)[-1]
     words = f"evaluation {event.number}, of the final weights, a mean over chains of replicas: held-out loss"
     assert any(line.startswith(words) for line in last.said)
     assert sum("of the final weights" in line for peer in peers for line in peer.said) == 1
@@ -136,8 +134,7 @@ async def test_evaluations_count_no_samples_and_earn_no_receipts() -> None:
         source, last = (
             Peer(hub, what, f"peer-{stage}", stage, evaluation=Held(text(11)) if extra else None) for stage in (0, 1)
         )
-        async with asyncio.timeout(3600):
-            await asyncio.gather(source.task, last.task)
+        await ended(source, last, within_s=3600)
         assert bool(source.of(events.Evaluated)) == bool(extra)
         assert last.replica.microbatches.issued.samples == {"peer-0": source.counters.samples}
         steps = len(source.of(events.InnerStep))
@@ -169,8 +166,7 @@ async def test_a_stranger_beyond_its_quota_is_refused_and_the_training_goes_on()
     passes = -(-evaluated_sequences(what.run) // SIZE)
     assert [type(reply) for reply in replies[: PASSES_OF_ONE * passes]] == [SequenceLosses] * PASSES_OF_ONE * passes
     assert set(map(str, replies[PASSES_OF_ONE * passes :])) == {str(Refused(reason=Reason.QUOTA))}
-    async with asyncio.timeout(3600):
-        await asyncio.gather(*[peer.task for peer in peers])
+    await ended(*peers, within_s=3600)
     assert peers[1].replica.microbatches.issued.samples == {"peer-0": peers[0].counters.samples}
     here = [event for event in peers[1].of(events.RefusedMicrobatch) if event.here]
     assert {event.reason for event in here} >= {"evaluation quota"}
@@ -181,12 +177,10 @@ async def test_a_training_microbatch_is_not_answered_by_losses_nor_an_evaluation
     peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1)]
     await until(lambda: bool(peers[0].of(events.InnerStep)))
     worker = peers[1].replica.worker
-    evaluate, worker.evaluate = worker.evaluate, worker.process  # type: ignore[method-assign,assignment]
+    evaluate, worker.evaluate = worker.evaluate, worker.process
     with pytest.raises(ConnectionError):
         await peers[0].replica.losses(text(2).batches[0])
-    worker.process = evaluate  # type: ignore[method-assign,assignment]
+    worker.process = evaluate
     wrong = {"expected SequenceLosses, got Gradient", "expected Gradient, got SequenceLosses"}
     await until(lambda: {event.why for event in peers[0].of(events.PeerViolation)} == wrong)
-    for peer in peers:
-        peer.leave.set()
-    await asyncio.gather(*[peer.task for peer in peers])
+    await asked_to_leave(*peers)

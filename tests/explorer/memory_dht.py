@@ -141,8 +141,8 @@ class MemoryPeerNetwork:
 @contextmanager
 def virtual_time_of_day() -> Iterator[None]:
     """Let records expire by the virtual clock."""
-    clock = SimpleNamespace(time=unix_s)
-    with patch.object(dht_records, "time", clock):
+    clock = SimpleNamespace(unix_s=unix_s)
+    with patch.object(dht_records, "CLOCK", clock):
         yield
 
 

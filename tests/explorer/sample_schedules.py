@@ -102,10 +102,7 @@ class SampleResult(NamedTuple):
 def draw_samples(seed: int) -> SampleSchedule:
     rng = Random(f"{seed}|samples")
     return SampleSchedule(
-        seed,
-        members=rng.randint(26, 30),
-        others=rng.randint(10, 30),
-        faults=tuple(sorted(_faults(rng))),
+        seed, members=rng.randint(26, 30), others=rng.randint(10, 30), faults=tuple(sorted(_faults(rng)))
     )
 
 

@@ -1,7 +1,5 @@
 """Adapters taken home from what lies in homes: as PEFT's files, and as a whole model."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json
@@ -16,8 +14,9 @@ from command_line import printed, refused
 from safetensors.torch import load_file
 from sample_counters import counters
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from user_errors import user_error
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit
 from noloco_node.export.adapter_files import AdapterExport, check_wanted, peft_adapter
 from noloco_node.export.continue_run import continuing_text
 from noloco_node.export.exporter import export
@@ -223,9 +222,8 @@ def test_peft_is_told_of_the_layers_that_have_an_adapter_alone(
 def test_a_base_that_is_not_the_runs_is_refused(taken: Taken, tmp_path: Path) -> None:
     write_model(tmp_path / "other", sizes={**LLAMA, "intermediate_size": 64})
     for base, why in ((tmp_path / "other", "run file lists"), (None, "no home")):
-        with pytest.raises(UserError, match=why) as caught:
+        with user_error(Exit.CONFIG, why):
             taken.made.export("refused", merge=True, base=base)
-        assert caught.value.code is Exit.CONFIG
     assert not (taken.made.directory / "refused").exists()
 
 
@@ -290,6 +288,5 @@ def test_init_wants_a_model_for_adapters(tmp_path: Path) -> None:
 def test_a_run_of_all_weights_has_no_adapters_to_export(wanted: AdapterExport) -> None:
     run = decode_run(run_text("tiny"), "a test")
     check_wanted(run, AdapterExport(), [])
-    with pytest.raises(UserError, match="There are no adapters") as caught:
+    with user_error(Exit.USAGE, "There are no adapters"):
         check_wanted(run, wanted, [])
-    assert caught.value.code == Exit.USAGE

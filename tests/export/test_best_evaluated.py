@@ -1,7 +1,5 @@
 """`export --best`: the weights of the best evaluation that homes have kept."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 
@@ -9,6 +7,7 @@ import pytest
 import torch
 from sample_counters import evaluated_counters
 from transformers import AutoModelForCausalLM
+from user_errors import user_error
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.export.exporter import export
@@ -90,9 +89,8 @@ def test_a_damaged_file_is_passed_over(tmp_path: Path) -> None:
     path.write_bytes(content)
     found, loss = best_evaluated(homes, RUN.digest, PLAN.shapes[0])
     assert (loss, found.left_out) == (2.0, ())  # of a loss that nobody can use nothing is told
-    with pytest.raises(UserError, match="no weights of an evaluation") as refused:
+    with user_error(Exit.UNREACHABLE, "no weights of an evaluation"):
         best_evaluated(homes[:1], RUN.digest, PLAN.shapes[0])
-    assert refused.value.code is Exit.UNREACHABLE
 
 
 def test_the_directory_of_a_run_stands_for_its_home(tmp_path: Path) -> None:
@@ -119,6 +117,5 @@ def test_a_pipeline_has_no_best(tmp_path: Path) -> None:
     HomePaths(tmp_path / "home").run_file.parent.mkdir()
     text = demo_run_text(stages=2, replicas=2, steps=100, seed=0)
     HomePaths(tmp_path / "home").run_file.write_text(with_fields(text, {"data": {"evaluate_every_rounds": 4}}))
-    with pytest.raises(UserError, match="run of several stages") as refused:
+    with user_error(Exit.USAGE, "run of several stages"):
         asyncio.run(export(tmp_path / "out", None, [tmp_path / "home"], best=True))
-    assert refused.value.code is Exit.USAGE

@@ -1,7 +1,5 @@
 """The model of a run taken home: from a living swarm, from homes, from snapshots; and what is done with it there."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -23,6 +21,7 @@ from safetensors.torch import load_file
 from sample_counters import counters
 from torch import Tensor
 from typer.testing import CliRunner
+from user_errors import user_error
 
 from noloco_node.cli.main import app
 from noloco_node.data.token_text import Sampling
@@ -174,9 +173,8 @@ def test_weights_of_a_run_under_another_id_are_named(tmp_path: Path) -> None:
 def test_a_stage_is_found_in_a_snapshot_alone(tmp_path: Path) -> None:
     made = Homes(tmp_path)
     home = made.make("a", 0, made.weights(0))
-    with pytest.raises(UserError, match="no usable weights of stage 1") as caught:
+    with user_error(Exit.UNREACHABLE, "no usable weights of stage 1"):
         asyncio.run(export(tmp_path / "model", homes=(home,)))
-    assert caught.value.code is Exit.UNREACHABLE
     assert not (tmp_path / "model").exists()
     save(home / "snapshots" / "1", made.checkpoint(1, "gone", made.weights(1)))
     asyncio.run(export(tmp_path / "model", homes=(home,)))
@@ -187,12 +185,10 @@ def test_homes_of_two_runs_are_not_one_model(tmp_path: Path) -> None:
     home = Homes(tmp_path).make("a", 0, Homes(tmp_path).weights(0))
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "run.toml").write_text(demo_run_text(stages=2, replicas=2, steps=101, seed=0))
-    with pytest.raises(UserError, match="another run") as caught:
+    with user_error(Exit.OTHER_RUN, "another run"):
         recipe_of([home, tmp_path / "b"])
-    assert caught.value.code is Exit.OTHER_RUN
-    with pytest.raises(UserError, match="not the home of a node") as caught:
+    with user_error(Exit.CONFIG, "not the home of a node"):
         recipe_of([home, tmp_path / "nowhere"])
-    assert caught.value.code is Exit.CONFIG
     with pytest.raises(UserError, match="nothing to export"):
         asyncio.run(export(tmp_path / "model"))
 
@@ -368,9 +364,8 @@ def test_what_is_no_checkpoint_is_refused_before_a_run_file_is_written(
 ) -> None:
     write_model(tmp_path)
     spoil(tmp_path)
-    with pytest.raises(UserError) as caught:
+    with user_error(Exit.CONFIG) as caught:
         continuing_text(tmp_path, "tiny")
-    assert caught.value.code is Exit.CONFIG
     assert why in caught.value.why
 
 
@@ -424,9 +419,8 @@ def test_a_run_with_a_subspace_is_judged_evaluated_and_taken_home_as_an_ordinary
 
 def test_evaluation_wants_one_kind_of_model(tmp_path: Path) -> None:
     for directories, homes in (((), ()), ((tmp_path,), (tmp_path,))):
-        with pytest.raises(UserError) as caught:
+        with user_error(Exit.USAGE):
             evaluate(directories, homes)
-        assert caught.value.code is Exit.USAGE
 
 
 def test_a_checkpoint_of_anybody_is_evaluated_on_a_text_that_is_named(

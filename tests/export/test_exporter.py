@@ -1,7 +1,5 @@
 """An export from a swarm: one that was interrupted goes on, and a stage that died comes from a snapshot."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math
@@ -15,10 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from dead_stage import forgotten, killed, over, seen
+from dead_stage import forgotten, killed, seen
 from hypothesis import given
 from hypothesis import strategies as st
-from memory_swarms import Memory, Peer, recipe, until
+from memory_swarms import Memory, Peer, asked_to_leave, recipe, until
 from state_copies import SHAPES, of_parts, same_tensors, state
 from torch import Tensor
 from toy_gossip import at_once
@@ -30,12 +28,7 @@ from gossip.transfer.download import DonorBusy
 from noloco_node.errors import Exit, UserError
 from noloco_node.export import exporter, replica_fetch
 from noloco_node.export.exporter import SwarmExport, export, parts_of
-from noloco_node.export.replica_files import (
-    MergedReplicas,
-    PartsDirectory,
-    ReplicaFile,
-    parts_beside,
-)
+from noloco_node.export.replica_files import MergedReplicas, PartsDirectory, ReplicaFile, parts_beside
 from noloco_node.export.sources import noted, read_provenance, told_of
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.planning.model_layout import model_layout
@@ -67,7 +60,7 @@ def drawn(stage: int, seed: int) -> tuple[Tensor, ...]:
 
 def of_state(slow: tuple[Tensor, ...], round: int, progress: float) -> ReplicaState:
     counters = {"round": round, "inner_steps": 3 * round, "progress": progress, "optimiser_steps": 0}
-    return ReplicaState(slow=slow, momentum=(), optimiser=(), **counters)  # type: ignore[arg-type]
+    return ReplicaState(slow=slow, momentum=(), optimiser=(), **counters)
 
 
 class Interrupted(Exception):
@@ -347,10 +340,7 @@ async def test_replicas_that_had_come_of_an_unfinished_stage_are_not_fetched_aga
 ) -> None:
     await two_stages(swarm)
     await swarm.interrupted(at=2)
-    assert {path.name for path in swarm.parts.iterdir()} == {
-        swarm.replica_part("a").name,
-        swarm.replica_part("b").name,
-    }
+    assert {path.name for path in swarm.parts.iterdir()} == {swarm.replica_part("a").name, swarm.replica_part("b").name}
     resumed = await swarm.exported()
     assert swarm.asked == [("c", STATE), ("d", STATE)]
     assert [peers_of(each) for each in resumed] == [["a", "b", "c"], ["d"]]
@@ -432,6 +422,8 @@ async def test_a_stage_that_died_comes_from_the_newest_snapshot_and_that_is_said
     assert same_tensors(tuple(found[1].weights.values()), swarm.given("b", SNAPSHOT))
     # Also where an interrupted export has left it.
     swarm.asked.clear()
+    with atomic_file.held(swarm.parts, out), pytest.raises(UserError, match="Another process is writing"):
+        await export(out, INVITE)
     told = await export(out, INVITE)
     assert swarm.asked == []
     assert not swarm.parts.exists()
@@ -606,4 +598,4 @@ async def test_a_stage_of_a_whole_swarm_that_died_is_taken_home(tmp_path: Path) 
     assert (found[0].kept_by, found[1].kept_by) == (None, "keeper")
     assert same_tensors(tuple(found[1].weights.values()), store.kept[1][-1].tensors["slow"])
     assert found[1].taken[0].round == store.kept[1][-1].counters.round
-    await over([keeper, rest[0]])
+    await asked_to_leave(keeper, rest[0])

@@ -1,7 +1,5 @@
 """The files that `init --lora` makes of a model: what a stage takes of them, and what is refused."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ import torch
 from checkpoints import LLAMA, write_model
 from command_line import printed, refused
 from safetensors.torch import load_file, save_file
+from user_errors import user_error
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.planning.checkpoint_map import RunWeights
@@ -120,9 +119,8 @@ def test_files_whose_tensors_have_strange_names_are_refused(tmp_path: Path, befo
     (path,) = (tmp_path / "run-frozen").glob("frozen-*")
     save_file({after if name == before else name: each for name, each in load_file(path).items()}, path)
     layout = model_layout(run)
-    with pytest.raises(UserError) as caught:
+    with user_error(Exit.CONFIG) as caught:
         frozen_whole(layout, [path], "nf4")
-    assert caught.value.code is Exit.CONFIG
     assert why in caught.value.why
 
 
@@ -142,9 +140,8 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(errno.ENOSPC, "none is left")
 
     monkeypatch.setattr("noloco_node.storage.atomic_file.require_room", full)
-    with pytest.raises(UserError, match="cannot be written") as caught:
+    with user_error(Exit.STORAGE, "cannot be written"):
         init(tmp_path, "nf4")
-    assert caught.value.code is Exit.STORAGE
     assert [each.name for each in tmp_path.iterdir()] == ["model"]
 
 
@@ -195,6 +192,5 @@ def test_files_of_another_form_than_the_runs_are_refused(tmp_path: Path) -> None
     path.write_text(text)
     run = load_run(path)
     weights = fetched(tmp_path / "run-frozen", run.model.fetched, run, 0, tmp_path / "here")
-    with pytest.raises(UserError, match=r"weight is uint8 .*, not int8") as caught:
+    with user_error(Exit.CONFIG, r"weight is uint8 .*, not int8"):
         weights.put(0, make_stage(run, model_layout(run), 0, torch.device("cpu")))
-    assert caught.value.code is Exit.CONFIG

@@ -1,7 +1,5 @@
 """Which replicas make a stage's mean by their loss on text that no peer trained on."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -24,13 +22,7 @@ from noloco_node.data.held_out_text import HeldOutText, Loss, validation_text
 from noloco_node.errors import config_error
 from noloco_node.export import held_out_loss
 from noloco_node.export.exporter import merge_files
-from noloco_node.export.held_out_loss import (
-    MOST_ROUTES,
-    SPOILS,
-    WholeModel,
-    judged_by_loss,
-    routes_of,
-)
+from noloco_node.export.held_out_loss import MOST_ROUTES, SPOILS, WholeModel, judged_by_loss, routes_of
 from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, newest
 from noloco_node.planning.model_layout import build_stage, model_layout
 from noloco_node.run.presets import demo_run_text
@@ -133,10 +125,7 @@ def peers(stage: MergedReplicas) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize(
     ("liars", "claimed"),
-    [
-        *[((), 0), ((0,), BEHIND + 1), ((0,), 2**40), ((1,), 0), ((1,), BEHIND + 1)],
-        *[((0, 1), 0), ((0, 1), 2**40)],
-    ],
+    [*[((), 0), ((0,), BEHIND + 1), ((0,), 2**40), ((1,), 0), ((1,), BEHIND + 1)], *[((0, 1), 0), ((0, 1), 2**40)]],
 )
 def test_of_two_replicas_of_a_stage_the_one_that_predicts_nothing_leaves_the_mean_whatever_round_it_claims(
     tmp_path: Path, liars: tuple[int, ...], claimed: int
@@ -196,9 +185,7 @@ def test_weights_of_zero_alone_make_no_mean(tmp_path: Path) -> None:
 
 
 @settings(max_examples=5, phases=[Phase.explicit, Phase.generate])
-@given(
-    kinds=st.lists(st.tuples(st.integers(0, 1), st.integers(-60, 50), st.integers(0, 40)), max_size=4),
-)
+@given(kinds=st.lists(st.tuples(st.integers(0, 1), st.integers(-60, 50), st.integers(0, 40)), max_size=4))
 def test_the_loss_is_no_more_than_that_of_any_route_whatever_is_claimed_and_its_cost_is_bounded(
     tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[int, int, int]]
 ) -> None:

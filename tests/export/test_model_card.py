@@ -1,7 +1,5 @@
 """The model card: what the hub reads of it is well-formed, whatever authors and peers wrote, and it stays short."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,5 @@
 """A checkpoint's own tokenizer travels: into homes, to who exports, and beside the model that is written."""
 
-from __future__ import annotations
-
-import asyncio
 import json
 import math
 import re
@@ -12,6 +9,7 @@ from typing import Any
 import pytest
 from checkpoints import LLAMA, write_model, write_tokenizer
 from toy_gossip import at_once
+from user_errors import user_error
 
 from noloco_node.data.encoding import open_encoder, open_tokenizer
 from noloco_node.errors import Exit, UserError
@@ -49,7 +47,8 @@ def recipe_of(checkpoint: Path) -> RunFileText:
     return RunFileText(continuing_text(checkpoint, "tiny"), "the test's run file")
 
 
-def test_it_comes_from_a_peer_and_reads_as_it_did_there(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.real_time
+async def test_it_comes_from_a_peer_and_reads_as_it_did_there(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / "tokenization_own.py").write_text("raise SystemExit('code of a stranger')")
     recipe = recipe_of(checkpoint)
     files = recipe.run.data.tokenizer_files
@@ -57,31 +56,25 @@ def test_it_comes_from_a_peer_and_reads_as_it_did_there(checkpoint: Path, tmp_pa
     assert {each.file for each in files} == {*settings, "tokenizer.json"}
     assert plan(recipe.run).run_id, "what is not here yet keeps nobody from asking what a run means"
     there, back = DataConfig(tokenizer=str(checkpoint)), tmp_path / "another machine"
-
-    async def main() -> None:
-        hub = SimNetwork()
-        server = WeightServer(WeightStore.whole(checkpoint, files), at_once)
-        await hub.network(OWNER).serve(TOKENIZER_TOPIC, SCHEMA, server.serve)
-        visitor, owners = hub.network("visitor"), f"{SCHEME}{recipe.digest}@/ip4/192.0.2.1/tcp/4001/p2p/{OWNER}"
-        stranger = owners.replace(OWNER, NOBODY)
-        with pytest.raises(UserError, match="Nobody who was reached") as caught:
-            await fetched_tokenizer(visitor, recipe, nobody_seen, stranger, back)
-        assert caught.value.code is Exit.UNREACHABLE
-        data = await fetched_tokenizer(visitor, recipe, nobody_seen, owners, back)
-        here, theirs = open_encoder(data), open_encoder(there)
-        assert here.encode(SENTENCE).tolist() == theirs.encode(SENTENCE).tolist()
-        assert here.end == theirs.end == 0
-        assert str(back) not in here.name, "a home that moves to another disk goes on in its text"
-
-    asyncio.run(main())
+    hub = SimNetwork()
+    server = WeightServer(WeightStore.whole(checkpoint, files), at_once)
+    await hub.network(OWNER).serve(TOKENIZER_TOPIC, SCHEMA, server.serve)
+    visitor, owners = hub.network("visitor"), f"{SCHEME}{recipe.digest}@/ip4/192.0.2.1/tcp/4001/p2p/{OWNER}"
+    stranger = owners.replace(OWNER, NOBODY)
+    with user_error(Exit.UNREACHABLE, "Nobody who was reached"):
+        await fetched_tokenizer(visitor, recipe, nobody_seen, stranger, back)
+    data = await fetched_tokenizer(visitor, recipe, nobody_seen, owners, back)
+    here, theirs = open_encoder(data), open_encoder(there)
+    assert here.encode(SENTENCE).tolist() == theirs.encode(SENTENCE).tolist()
+    assert here.end == theirs.end == 0
+    assert str(back) not in here.name, "a home that moves to another disk goes on in its text"
 
 
 def test_a_home_keeps_it_for_an_export(checkpoint: Path, tmp_path: Path) -> None:
     recipe = recipe_of(checkpoint)
     homes = [tmp_path / "one", tmp_path / "two"]
-    with pytest.raises(UserError, match="None of these homes") as caught:
+    with user_error(Exit.CONFIG, "None of these homes"):
         reading_with_tokenizer(homes, recipe)
-    assert caught.value.code is Exit.CONFIG
     kept = WeightStore.filling(HomePaths(homes[1]).run(recipe.digest).tokenizer, recipe.run.data.tokenizer_files)
     WeightStore.whole(checkpoint, kept.files).copy_to(kept)
     assert open_tokenizer(reading_with_tokenizer(homes, recipe)).eos_token == "<|end|>"
@@ -93,9 +86,8 @@ def test_a_home_keeps_it_for_an_export(checkpoint: Path, tmp_path: Path) -> None
 def test_what_a_stranger_calls_a_tokenizer_ends_in_a_sentence(checkpoint: Path) -> None:
     for content in ('{"model": 3}', "[]", "not JSON"):
         (checkpoint / "tokenizer.json").write_text(content)
-        with pytest.raises(UserError) as caught:
+        with user_error(Exit.CONFIG):
             open_tokenizer(DataConfig(tokenizer=str(checkpoint)))
-        assert caught.value.code is Exit.CONFIG
 
 
 def test_a_model_without_the_files_of_its_tokenizer_is_said_to_have_none(checkpoint: Path) -> None:

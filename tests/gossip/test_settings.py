@@ -1,7 +1,5 @@
 """The bounds that a run file's decoder holds the section `outer` to."""
 
-from __future__ import annotations
-
 from typing import get_args, get_type_hints
 
 import pytest

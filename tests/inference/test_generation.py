@@ -1,7 +1,5 @@
 """Going on from a prompt: what is drawn, and how it becomes characters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,7 +52,7 @@ def test_a_model_that_computes_what_is_no_number_says_so(temperature: float, log
     def model(ids: Tensor, **_: Any) -> Any:
         return SimpleNamespace(logits=torch.tensor(logits).expand(1, ids.shape[1], -1), past_key_values=None)
 
-    model.config = SimpleNamespace(max_position_embeddings=8)  # type: ignore[attr-defined]
+    model.config = SimpleNamespace(max_position_embeddings=8)
     with pytest.raises(UserError, match="what is no number"):
         next(continuation(model, [1, 2], Sampling(temperature=temperature)))
 
@@ -180,7 +178,7 @@ def test_a_text_longer_than_the_models_positions_goes_on() -> None:
         return SimpleNamespace(logits=torch.zeros(1, ids.shape[1], 8), past_key_values=length)
 
     model_with_config: Callable[..., Any] = model
-    model_with_config.config = SimpleNamespace(max_position_embeddings=10)  # type: ignore[attr-defined]
+    model_with_config.config = SimpleNamespace(max_position_embeddings=10)
     assert len(list(continuation(model_with_config, [1] * 25, Sampling(tokens=40)))) == 40
     assert max(seen) == 10
     assert min(seen[1:]) == 5

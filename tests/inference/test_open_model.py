@@ -1,7 +1,5 @@
 """Adapters of other programs, as PEFT writes them, over the models that they adapt."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
+from user_errors import user_error
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit
 from noloco_node.export.sources import model_in
 from noloco_node.inference.open_model import PeftSettings, open_model
 
@@ -81,13 +80,7 @@ def test_a_weight_that_is_written_whole_beside_its_adapter_has_the_product_too(t
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"num_attention_heads": 0},
-        {"pad_token_id": 9999},
-        {"hidden_size": -1},
-        {"num_hidden_layers": "a"},
-    ],
+    "wrong", [{"num_attention_heads": 0}, {"pad_token_id": 9999}, {"hidden_size": -1}, {"num_hidden_layers": "a"}]
 )
 def test_a_model_with_settings_that_transformers_cannot_read_is_one_clear_message(
     tmp_path: Path, wrong: dict[str, Any]
@@ -95,9 +88,8 @@ def test_a_model_with_settings_that_transformers_cannot_read_is_one_clear_messag
     write_model(tmp_path / "model")
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | wrong))
-    with pytest.raises(UserError, match="holds no model that transformers can load") as caught:
+    with user_error(Exit.CONFIG, "holds no model that transformers can load"):
         open_model(model_in(tmp_path / "model"))
-    assert caught.value.code is Exit.CONFIG
 
 
 @pytest.mark.parametrize(
@@ -140,17 +132,15 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         (tmp_path / "model" / "config.json", "model"),
     ):
         path.unlink()
-        with pytest.raises(UserError, match=said) as caught:
+        with user_error(Exit.CONFIG, said):
             open_model(model_in(adapter, tmp_path / "model"))
-        assert caught.value.code is Exit.CONFIG
 
 
 @pytest.mark.parametrize("named", ["~no-such-user/model", "x" * 5000, "a\0b", ["a model"], None])
 def test_a_model_that_is_not_here_is_asked_for(tmp_path: Path, named: object) -> None:
     adapter = write_adapter(tmp_path / "adapter", SETTINGS | {"base_model_name_or_path": named}, {})
-    with pytest.raises(UserError, match="holds an adapter, and no model") as caught:
+    with user_error(Exit.CONFIG, "holds an adapter, and no model") as caught:
         model_in(adapter)
-    assert caught.value.code is Exit.CONFIG
     assert "--weights DIR" in caught.value.hint
 
 
@@ -159,9 +149,8 @@ def test_settings_nested_without_end_are_refused(tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", SETTINGS, {})
     (adapter / "adapter_config.json").write_text('{"x": ' + 100_000 * "[")
     for over in (None, tmp_path / "model"):
-        with pytest.raises(UserError, match="adapter") as caught:
+        with user_error(Exit.CONFIG, "adapter"):
             open_model(model_in(adapter, over))
-        assert caught.value.code is Exit.CONFIG
 
 
 def test_an_adapter_of_another_program_writes_text_and_is_evaluated(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The journal: flat lines, bounded files, torn lines and full disks that hurt nobody."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -11,9 +9,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from user_errors import user_error
 
 from gossip.interface import OuterStepTaken, RoundSkipped
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit
 from noloco_node.journal.events import Continued, Finished, Hops, InnerStep, Started, StateChanged, decode, fields_of
 from noloco_node.journal.reader import Tail, read
 from noloco_node.journal.writer import Journal, rotated
@@ -68,13 +67,7 @@ def test_what_a_node_waited_for_in_an_older_journal_is_a_wait_in_words() -> None
 )
 def test_events_come_back_as_they_were_written(loss: float | None, partner: str | None, numbers: int) -> None:
     event = OuterStepTaken(
-        round=numbers,
-        partner=partner,
-        gap=loss,
-        staleness=3,
-        bytes_sent=numbers,
-        bytes_received=1,
-        seconds=0.25,
+        round=numbers, partner=partner, gap=loss, staleness=3, bytes_sent=numbers, bytes_received=1, seconds=0.25
     )
     assert decode(msgspec.json.encode(fields_of(event))) == event
 
@@ -175,9 +168,8 @@ def test_a_closed_journal_takes_nothing_and_raises_nothing(tmp_path: Path) -> No
 
 
 def test_a_journal_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as caught:
+    with user_error(Exit.STORAGE):
         Journal(tmp_path / "absent" / "journal.jsonl")
-    assert caught.value.code is Exit.STORAGE
 
 
 def test_a_missing_journal_has_no_events(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """A flood is some lines of the journal, nothing of it is left out of the counts for long, and all else is told."""
 
-from __future__ import annotations
-
 import asyncio
 
 from hypothesis import given

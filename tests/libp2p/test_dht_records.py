@@ -1,7 +1,5 @@
 """Signed records: whose they are, what a stranger may store, and what a reader believes of an answer."""
 
-from __future__ import annotations
-
 import asyncio
 import struct
 import sys
@@ -284,8 +282,6 @@ def test_a_forged_record_is_neither_stored_by_others_nor_believed() -> None:
         async with Libp2pNetwork.open(alone) as one:
             joining = msgspec.structs.replace(alone, bootstrap=tuple(await one.addresses()))
             async with Libp2pNetwork.open(joining) as forger:
-                assert forger._joined is not None
-                assert forger._joined.records._node is not None
                 node = forger._joined.records._node._node
                 assert await one.publish(KEY, one.peer_id, b"true", RECORD_S)
                 assert await forger.publish(KEY, forger.peer_id, b"also true", RECORD_S)
@@ -313,14 +309,15 @@ async def flooded() -> AsyncIterator[tuple[Libp2pNetwork, DhtNode, Any, Libp2pNe
     async with asyncio.timeout(LAST_RESORT_S), Libp2pNetwork.open(alone) as one:
         joining = msgspec.structs.replace(alone, bootstrap=tuple(await one.addresses()))
         async with Libp2pNetwork.open(joining) as flooder, Libp2pNetwork.open(joining) as other:
-            assert flooder._joined is not None
             assert flooder._joined.records._node is not None
             yield one, flooder._joined.records._node, load_hivemind().PeerID.from_base58(one.peer_id), other
 
 
 @pytest.mark.network
 @pytest.mark.parametrize("whole", [False, True], ids=["by record", "by key"])
-def test_one_caller_has_a_bounded_number_of_signatures_checked(monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
+async def test_one_caller_has_a_bounded_number_of_signatures_checked(
+    monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
     """However many records a request for storage holds, and however often it comes."""
     load_hivemind()
     from hivemind.dht.storage import DictionaryDHTValue
@@ -334,41 +331,34 @@ def test_one_caller_has_a_bounded_number_of_signatures_checked(monkeypatch: pyte
         asked.append(peer)
         return verifies(place, peer, expiry, value)
 
-    async def main() -> None:
-        async with flooded() as (one, flooder, target, other):
-            node, dht_id = flooder._node, load_hivemind().DHTID
-            monkeypatch.setattr(record_checks, "_verifies", counted)
-            expiry = time.time() + RECORD_S
-            for turn in range(3):
-                forged = [msgspec.msgpack.encode(bytes(64) + b"%d" % number) for number in range(100)]
-                keys = [dht_id.generate(source=f"{turn} {number}") for number in range(100)]
-                if whole:
-                    kept = DictionaryDHTValue()
-                    for number, value in enumerate(forged):
-                        kept.store(f"{turn} {number}", value, expiry)
-                    taken = await node.protocol.call_store(target, keys[:1], [kept], [expiry])
-                else:
-                    names = [f"{turn} {number}" for number in range(100)]
-                    taken = await node.protocol.call_store(target, keys, forged, [expiry] * 100, subkeys=names)
-                assert taken is not None
-            assert len(asked) == most
-            assert await other.publish(KEY, other.peer_id, b"true", RECORD_S)
-            assert other.peer_id in await one.read(KEY)
-
-    asyncio.run(main())
+    async with flooded() as (one, flooder, target, other):
+        node, dht_id = flooder._node, load_hivemind().DHTID
+        monkeypatch.setattr(record_checks, "_verifies", counted)
+        expiry = time.time() + RECORD_S
+        for turn in range(3):
+            forged = [msgspec.msgpack.encode(bytes(64) + b"%d" % number) for number in range(100)]
+            keys = [dht_id.generate(source=f"{turn} {number}") for number in range(100)]
+            if whole:
+                kept = DictionaryDHTValue()
+                for number, value in enumerate(forged):
+                    kept.store(f"{turn} {number}", value, expiry)
+                taken = await node.protocol.call_store(target, keys[:1], [kept], [expiry])
+            else:
+                names = [f"{turn} {number}" for number in range(100)]
+                taken = await node.protocol.call_store(target, keys, forged, [expiry] * 100, subkeys=names)
+            assert taken is not None
+        assert len(asked) == most
+        assert await other.publish(KEY, other.peer_id, b"true", RECORD_S)
+        assert other.peer_id in await one.read(KEY)
 
 
 @pytest.mark.network
-def test_one_caller_reads_a_bounded_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_caller_reads_a_bounded_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dht_records, "READ_BYTES", 5000)
     monkeypatch.setattr(dht_records, "READ_BYTES_PER_S", 1e-3)
-
-    async def main() -> None:
-        async with flooded() as (one, node, target, other):
-            assert await one.publish(KEY, one.peer_id, bytes(2000), RECORD_S)
-            answers = [await node.find(target, PLACE) for _ in range(4)]
-            assert [answer is not None for answer in answers] == [True, True, False, False]
-            assert await node.ping(target)
-            assert one.peer_id in await other.read(KEY)
-
-    asyncio.run(main())
+    async with flooded() as (one, node, target, other):
+        assert await one.publish(KEY, one.peer_id, bytes(2000), RECORD_S)
+        answers = [await node.find(target, PLACE) for _ in range(4)]
+        assert [answer is not None for answer in answers] == [True, True, False, False]
+        assert await node.ping(target)
+        assert one.peer_id in await other.read(KEY)

@@ -1,7 +1,5 @@
 """Streams opened by way of a daemon, of which we play the part: what is cancelled half-way leaves nothing behind."""
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Callable
@@ -15,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S, PATIENT
 from sample_messages import Ask
+from user_errors import user_error
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import control
@@ -228,10 +227,9 @@ async def test_a_daemon_that_dies_while_it_is_greeted_is_trouble_with_it(
 
     monkeypatch.setattr(control, "start_daemon", begun)
     parts: Any = SimpleNamespace(binary="", connect=connect)
-    with pytest.raises(UserError) as caught:
+    with user_error(Exit.DAEMON):
         async with Control.start(parts, (), Path(), 1.0):
             pass
-    assert caught.value.code is Exit.DAEMON
 
 
 async def test_an_address_that_is_named_twice_is_unreachable_too() -> None:
@@ -241,6 +239,5 @@ async def test_an_address_that_is_named_twice_is_unreachable_too() -> None:
 
     nothing: Any = None
     door = PeerAddress("/ip4/192.0.2.1/tcp/4001", SOMEBODY)
-    with pytest.raises(UserError) as caught:
+    with user_error(Exit.UNREACHABLE):
         await Deaf(nothing, nothing).knock([door, door], 1.0)
-    assert caught.value.code is Exit.UNREACHABLE

@@ -1,7 +1,5 @@
 """The rules of a conversation, without any event loop: bytes and times in, events and bytes out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -126,7 +124,6 @@ def test_frames_that_say_nothing_come_no_faster_than_beats_and_a_few_besides(
     take(3)
     assert protocol.closed is None
     take(1)
-    assert protocol.closed is not None
     assert isinstance(protocol.closed.error, Violation)
     assert bool(protocol.data_to_send()) != is_left
 
@@ -278,5 +275,4 @@ def test_a_connection_that_is_lost_after_an_end_was_not_broken(end: bytes, is_po
     protocol = conversation()
     feed(protocol, end, [13])
     closed = protocol.lose_connection()
-    assert closed is not None
     assert (closed.error is None) == is_polite

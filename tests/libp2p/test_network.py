@@ -1,7 +1,5 @@
 """The network over real libp2p daemons: what arrives, what is lost and how soon that shows, and what stays behind."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
@@ -29,6 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S, PATIENT, RECORD_S
 from sample_messages import Ask
+from user_errors import user_error
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import network as libp2p_network
@@ -42,12 +41,14 @@ from noloco_node.libp2p.daemon import (
     remove_stale,
     restart_pause_s,
 )
+from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.reachability import DialBackReply, DialMe
 from noloco_node.libp2p.relays import Grant
 from noloco_node.libp2p.settings import NetworkSettings, Reachability, TimeoutSettings, ensure_identity
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema, TensorSpec
+from noloco_node.network.swarm_clock import CLOCK
 
 pytestmark = pytest.mark.network
 
@@ -184,10 +185,9 @@ def test_what_is_sent_arrives_and_what_is_not_understood_does_not(loop: Any) -> 
                 talk = one.talk(who, topic, SMALL)
                 await fails(talk.__aenter__, ConnectionRefusedError, words)
             await fails(one.talk("not base58", "ask", SMALL).__aenter__, ConnectionRefusedError, "no peer id")
-            with pytest.raises(UserError, match="takes part in this run") as caught:
+            with user_error(Exit.OTHER_RUN, "takes part in this run"):
                 async with peer(*await one.addresses(), run="another"):
                     pass
-            assert caught.value.code is Exit.OTHER_RUN
 
     run(main(), loop)
 
@@ -252,10 +252,7 @@ def test_conversations_end_as_they_should(loop: Any) -> None:
 def test_a_daemon_that_is_killed_is_lost_at_once_and_another_takes_its_place() -> None:
     async def main() -> None:
         said: list[str] = []
-        async with (
-            peer(tell=said.append) as (one, one_daemon),
-            peer(*await one.addresses()) as (other, _),
-        ):
+        async with peer(tell=said.append) as (one, one_daemon), peer(*await one.addresses()) as (other, _):
             work = Work()
             before = (one.peer_id, await one.addresses())
             for network in (one, other):
@@ -304,9 +301,8 @@ async def test_daemons_that_die_again_and_again_are_given_up() -> None:
         cast(Any, one)._deaths.extend([asyncio.get_running_loop().time()] * 10)
         (daemon,) = p2pds()
         os.kill(daemon, signal.SIGKILL)
-        with pytest.raises(UserError, match="again and again") as trouble:
+        with user_error(Exit.DAEMON, "again and again"):
             await one.wait_daemon()
-        assert trouble.value.code is Exit.DAEMON
         # Nothing hangs.
         assert not await one.publish("key", "me", b"x", RECORD_S)
         await fails(lambda: one.read("key"), ConnectionResetError, "our own libp2p daemon")
@@ -392,6 +388,21 @@ async def test_whom_the_dht_has_forgotten_it_meets_again_though_connections_outl
         assert entry.expiration_time - time.time() < 20.0
 
 
+async def test_records_are_found_by_the_time_that_others_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose clock is a year behind them takes part as if it were right."""
+    year_s = 365 * 86400.0
+    monkeypatch.setattr(CLOCK, "_told", {})
+    monkeypatch.setattr(CLOCK, "_offset_s", CLOCK._offset_s)
+    load_hivemind()
+    monkeypatch.setattr(sys.modules["hivemind.dht.protocol"], "get_dht_time", lambda: time.time() + year_s)
+    async with pair() as (one, _, other, _):
+        assert CLOCK.ahead_s() == pytest.approx(-year_s, abs=RECORD_S)
+        assert await other.publish("key", other.peer_id, b"x", RECORD_S)
+        assert await one.read("key") == {other.peer_id: b"x"}
+    monkeypatch.undo()
+    assert abs(CLOCK.ahead_s()) < 1.0
+
+
 async def test_two_parts_of_a_swarm_that_were_cut_apart_find_each_other_though_either_is_complete(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -409,7 +420,6 @@ async def test_two_parts_of_a_swarm_that_were_cut_apart_find_each_other_though_e
 
 def dht_of(network: Libp2pNetwork) -> Any:
     """Return hivemind's node."""
-    assert network._joined is not None
     return cast(Any, network._joined.records._node)._node
 
 
@@ -452,10 +462,9 @@ async def test_a_wrong_peer_id_is_named_and_one_good_address_is_enough() -> None
     async with peer() as (one, _):
         (good,) = await one.addresses()
         wrong = good.replace(one.peer_id, NOBODY)
-        with pytest.raises(UserError, match=f"another peer answers there: {one.peer_id}") as trouble:
+        with user_error(Exit.UNREACHABLE, f"another peer answers there: {one.peer_id}"):
             async with peer(wrong):
                 pytest.fail("it started")
-        assert trouble.value.code is Exit.UNREACHABLE
         async with peer(wrong, "/ip4/127.0.0.1/tcp/1/p2p/" + NOBODY, good) as (other, _):
             assert await other.publish("key", other.peer_id, b"x", RECORD_S)
             assert await one.read("key") == {other.peer_id: b"x"}
@@ -499,10 +508,9 @@ async def test_a_copied_identity_is_noticed_at_the_start(tmp_path: Path) -> None
         door = await boot.addresses()
         async with peer(*door, identity=identity) as (original, _):
             copy.write_bytes(identity.read_bytes())
-            with pytest.raises(UserError, match="identity of this one") as trouble:
+            with user_error(Exit.HOME_IN_USE, "identity of this one") as trouble:
                 async with peer(*door, identity=copy):
                     pytest.fail("it started")
-            assert trouble.value.code is Exit.HOME_IN_USE
             assert original.peer_id in trouble.value.why
         # Once the original is gone, the identity is free.
         async with peer(*door, identity=copy) as (heir, _):

@@ -1,7 +1,5 @@
 """How others come to us, without a network: what a scout must find out, what follows from the answers, which relays."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import socket
@@ -17,6 +15,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from user_errors import user_error
 
 from noloco_node.admission.ticket import peer_of
 from noloco_node.errors import Exit, UserError
@@ -72,7 +71,7 @@ own_places = st.lists(st.sampled_from(["/ip4/203.0.113.5/tcp/4001", "/ip4/10.0.0
 
 
 def wanted(**chosen: object) -> NetworkSettings:
-    return NetworkSettings(**{"run": "run", "listen": (PUBLIC,), "bootstrap": (DOOR,)} | chosen)  # type: ignore[arg-type]
+    return NetworkSettings(**{"run": "run", "listen": (PUBLIC,), "bootstrap": (DOOR,)} | chosen)
 
 
 def test_a_scout_goes_only_where_there_is_something_to_find_out() -> None:
@@ -119,9 +118,8 @@ def test_relays_are_used_where_nobody_can_dial_us_and_never_without_a_word(
     verdict = judge(found)
     chosen = wanted(reach=reach)
     if reach is Reachability.RELAYED and not verdict.relays:
-        with pytest.raises(UserError, match="no relay") as trouble:
+        with user_error(Exit.UNREACHABLE, "no relay"):
             choose_daemon_config(chosen, POSTURE, own, verdict, said.append)
-        assert trouble.value.code is Exit.UNREACHABLE
         return
     better = choose_daemon_config(chosen, POSTURE, own, verdict, said.append)
     assert (better.identity, better.listen) == (POSTURE.identity, POSTURE.listen)
@@ -367,9 +365,8 @@ def test_relays_listen_at_the_ports_after_the_peer_s_own() -> None:
     assert "Relay 1 of 1 has no place to listen" in said
     assert f"The port {port} is taken" in said
     assert "--relays" in said
-    with pytest.raises(UserError, match="Relay 2 of 2") as trouble:
+    with user_error(Exit.CONFIG, "Relay 2 of 2"):
         relay_configs(wanted(listen=("/ip4/0.0.0.0/udp/65534/quic-v1",)), keys)
-    assert trouble.value.code is Exit.CONFIG
 
 
 @given(st.integers(0, 65535), st.sampled_from(["/ip4/0.0.0.0/tcp/{}", "/ip6/::/udp/{}/quic-v1", "/dns4/tcp/tcp/{}"]))
@@ -400,9 +397,8 @@ def test_a_machine_without_ipv6_is_told_where_it_can_listen(monkeypatch: pytest.
 
     monkeypatch.setattr("noloco_node.libp2p.addresses.socket.socket", without)
     for listen in (check_listen, with_ports_chosen):
-        with pytest.raises(UserError, match="cannot listen there: Address family") as trouble:
+        with user_error(Exit.CONFIG, "cannot listen there: Address family"):
             listen([f"/ip6/::/tcp/{0 if listen is with_ports_chosen else 4001}"])
-        assert trouble.value.code is Exit.CONFIG
 
 
 def test_over_udp_only_what_the_daemon_speaks() -> None:

@@ -1,13 +1,12 @@
 """Holders of records: readers find all living peers though nodes die, lie or come, and mostly ask one node."""
 
-from __future__ import annotations
-
 import asyncio
-import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -18,6 +17,7 @@ from noloco_node.libp2p import dht_records
 from noloco_node.libp2p.dht_records import DhtRecords
 from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.network import Libp2pNetwork
+from noloco_node.libp2p.record_checks import RECORD_LIFETIME_S
 from noloco_node.libp2p.record_holders import (
     HEARD_PAUSES,
     LONGEST_SEARCH_S,
@@ -28,7 +28,8 @@ from noloco_node.libp2p.record_holders import (
     Holders,
 )
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret, ensure_identity, peer_bytes
-from tests.explorer.memory_dht import MemoryDht, virtual_time_of_day
+from noloco_node.network.swarm_clock import CLOCK
+from tests.explorer.memory_dht import MemoryDht, unix_s, virtual_time_of_day
 
 KEY, REFRESH_S, LIFETIME_S = "run/stage/0", 10.0, 330.0
 LOCAL = "/ip4/127.0.0.1/tcp/0"
@@ -53,7 +54,6 @@ async def refresh(peers: dict[str, DhtRecords], number: int) -> dict[str, dict[s
 @given(st.integers(3, 20), st.sets(st.integers(0, 19), max_size=6), st.sets(st.integers(0, 19), max_size=6))
 async def test_the_living_find_each_other_whoever_is_dead_or_lies(count: int, dead: set[int], liars: set[int]) -> None:
     """Dead nodes and liars stand nearest to the key, and there are no more of them than others."""
-
     dht = MemoryDht()
     peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}
     order = dht.nearest(dht_records.place_of(KEY), count)[: (count + 1) // 2]
@@ -70,7 +70,6 @@ async def test_the_nearest_nodes_hide_nobody_by_showing_each_peer_its_own_record
     count: int, mirrors: int, known: int
 ) -> None:
     """Whether they come first or later; a newcomer sees all at once."""
-
     dht = MemoryDht()
     peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}
     nearest = dht.nearest(dht_records.place_of(KEY), min(mirrors, (count + 1) // 2))
@@ -200,7 +199,7 @@ def test_a_nearer_node_that_is_named_takes_its_place_once_it_answers(named: set[
     nearer = [name for name in nearer if name < "j"][:WRITTEN]
     first, *rest = holders.next_reading(2.0)
     assert first == ["g", *nearer]
-    assert sorted(peer for group in rest for peer in group) == ["d", *known[2:]]  # type: ignore[comparison-overlap]
+    assert sorted(peer for group in rest for peer in group) == ["d", *known[2:]]
     assert holders.next_writing(2.0)[0] == sorted([*known, *nearer])
     for name in peers_of("".join(nearer)):
         if answers:
@@ -220,7 +219,7 @@ def test_nodes_that_stay_do_not_become_the_only_ones_as_others_go() -> None:
         holders.note_silence(name, 1.0)
     holders.next_reading(2.0)
     holders.note_named(*peers_of("a"), peers_of("xyz"), 2.0)
-    assert holders.next_reading(3.0)[0][1:] == ["x", "y", "z"]  # type: ignore[comparison-overlap]
+    assert holders.next_reading(3.0)[0][1:] == ["x", "y", "z"]
     for name in peers_of("xy"):
         holders.note_answer(name)
     assert len(holders.order(4.0)) == SEARCHED
@@ -281,10 +280,31 @@ def tried_keys(path: Path, place: bytes, count: int, settings: NetworkSettings) 
     return [identity for _, identity in sorted(found)[:count]]
 
 
+@given(st.lists(st.floats(-1e5, 1e5), max_size=8), st.floats(1.0, 600.0))
+async def test_a_clock_that_was_wrong_is_forgiven_as_soon_as_it_is_right(
+    errors_s: list[float], lifetime_s: float
+) -> None:
+    """A node refuses what expires no later than the version that it has, and what expires too far in the future."""
+    peer, held_s = MemoryDht().peer("me"), 0.0
+    now_s = unix_s()
+
+    async def store(place: bytes, subkey: str, packed: bytes, expiry: float) -> bool:
+        nonlocal held_s
+        taken = held_s < expiry <= now_s + RECORD_LIFETIME_S
+        held_s = max(held_s, expiry) if taken else held_s
+        return taken
+
+    with patch.object(peer, "_store", store):
+        for error_s in errors_s:
+            with patch.object(dht_records, "CLOCK", SimpleNamespace(unix_s=lambda wrong_s=error_s: now_s + wrong_s)):
+                await peer.publish(KEY, "me", b"", lifetime_s)
+        assert await peer.publish(KEY, "me", b"", lifetime_s) or held_s > now_s + RECORD_LIFETIME_S - 1.0
+
+
 @pytest.mark.network
 def test_six_nodes_beside_a_key_that_keep_nothing_hide_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With real daemons of the run: three say ids beside the key, and three have tried keys for such ids."""
-    monkeypatch.setattr(dht_records, "time", time)
+    monkeypatch.setattr(dht_records, "CLOCK", CLOCK)
     load_hivemind()
     from hivemind.dht.node import DHTNode
     from hivemind.dht.routing import DHTID

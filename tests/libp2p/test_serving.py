@@ -1,7 +1,5 @@
 """Whoever serves hears of a daemon that cannot be told, as a person can act on."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,8 +9,9 @@ from typing import Any
 
 import pytest
 from limits import PATIENT
+from user_errors import user_error
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit
 from noloco_node.libp2p.addresses import KnownPeers
 from noloco_node.libp2p.control import PeerContext
 from noloco_node.libp2p.network import Libp2pNetwork
@@ -71,9 +70,8 @@ async def test_a_daemon_that_cannot_be_told_ends_the_node_with_its_code(
         if not heard:
             await made.serve("topic", SCHEMA, answer)
             return
-        with pytest.raises(UserError) as caught:
+        with user_error(Exit.DAEMON) as caught:
             await made.serve("topic", SCHEMA, answer)
-        assert caught.value.code is Exit.DAEMON
         assert caught.value.why == str(fails)
 
 
@@ -98,6 +96,5 @@ async def test_records_that_nobody_took_are_counted_whichever_daemon_there_is() 
 
 async def test_so_does_a_daemon_that_does_not_come_back() -> None:
     async with network(None) as made:
-        with pytest.raises(UserError) as caught:
+        with user_error(Exit.DAEMON):
             await made.serve("topic", SCHEMA, answer)
-        assert caught.value.code is Exit.DAEMON

@@ -1,7 +1,5 @@
 """Short answers of the DHT: a reader gets exactly what the holder has, and pays for what it lacks."""
 
-from __future__ import annotations
-
 import contextlib
 import tracemalloc
 import zlib

@@ -3,8 +3,6 @@
 `hivemind-dht` is the program that hivemind brings to host a DHT: a process of its own, which knows nothing of us.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,7 +1,5 @@
 """Conversations over a link of our own making, in virtual time: slow, cut, stalled, and every way to end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket
@@ -176,6 +174,12 @@ def scene(handler: Handler, play: Callable[[Line], Awaitable[None]], **settings:
     run(main())
 
 
+def with_work(play: Callable[[Line, Work], Awaitable[None]], seconds: float = 1e6) -> None:
+    """Run `play` with a line to a handler that works for so long, and with that handler."""
+    work = Work(seconds)
+    scene(work, lambda line: play(line, work))
+
+
 @run_by(scene, echo, gives=1, rate=100000.0)
 async def test_a_slow_link_is_not_a_silent_peer(line: Line) -> None:
     stream, numbers = line.call(), torch.randn(BIG)
@@ -197,49 +201,41 @@ async def test_beats_behind_the_bulk_of_another_stream_accuse_nobody(line: Line)
     assert (await quiet.receive()).text == "work"
 
 
-def test_silence_is_noticed_in_time_by_both_and_cancels_the_work() -> None:
-    work = Work()
+@run_by(with_work, gives=2)
+async def test_silence_is_noticed_in_time_by_both_and_cancels_the_work(line: Line, work: Work) -> None:
+    stream = line.call()
+    await stream.send(Ask(text="work"))
+    await asyncio.sleep(60)
+    assert work.outcome == ""
+    line.cut()
+    begun = now()
+    with pytest.raises(ConnectionAbortedError, match=r"b was silent for 5\.0 s"):
+        await stream.receive()
+    # An even line: no more than the least silence is borne with.
+    least_s = PATIENCE.least_silence_s
+    assert least_s - 2 * PATIENCE.beat_s <= now() - begun <= least_s + PATIENCE.beat_s
+    await asyncio.sleep(PATIENCE.beat_s)
+    assert work.outcome == "cancelled"
+    assert line.b.statistics()["lost.ConnectionAbortedError"] == 1
 
-    async def play(line: Line) -> None:
-        stream = line.call()
-        await stream.send(Ask(text="work"))
-        await asyncio.sleep(60)
-        assert work.outcome == ""
+
+@run_by(with_work, gives=2)
+async def test_a_line_that_stutters_is_borne_with_and_its_end_is_noticed_all_the_same(line: Line, work: Work) -> None:
+    stream = line.call()
+    await stream.send(Ask(text="work"))
+    for gap_s in (2.0, 4.0, 5.0, 8.0, 9.0, 11.0) * 3:
         line.cut()
-        begun = now()
-        with pytest.raises(ConnectionAbortedError, match=r"b was silent for 5\.0 s"):
-            await stream.receive()
-        # An even line: no more than the least silence is borne with.
-        least_s = PATIENCE.least_silence_s
-        assert least_s - 2 * PATIENCE.beat_s <= now() - begun <= least_s + PATIENCE.beat_s
-        await asyncio.sleep(PATIENCE.beat_s)
-        assert work.outcome == "cancelled"
-        assert line.b.statistics()["lost.ConnectionAbortedError"] == 1
-
-    scene(work, play)
-
-
-def test_a_line_that_stutters_is_borne_with_and_its_end_is_noticed_all_the_same() -> None:
-    work = Work()
-
-    async def play(line: Line) -> None:
-        stream = line.call()
-        await stream.send(Ask(text="work"))
-        for gap_s in (2.0, 4.0, 5.0, 8.0, 9.0, 11.0) * 3:
-            line.cut()
-            await asyncio.sleep(gap_s)
-            for pipe in line.pipes:
-                pipe.cut = False
-            await asyncio.sleep(0.3)
-        assert work.outcome == ""
-        line.cut()
-        begun = now()
-        with pytest.raises(ConnectionAbortedError, match="b was silent"):
-            await stream.receive()
-        assert 9.0 < now() - begun <= PATIENCE.most_silence_s + PATIENCE.beat_s
-        await work.ended.wait()
-
-    scene(work, play)
+        await asyncio.sleep(gap_s)
+        for pipe in line.pipes:
+            pipe.cut = False
+        await asyncio.sleep(0.3)
+    assert work.outcome == ""
+    line.cut()
+    begun = now()
+    with pytest.raises(ConnectionAbortedError, match="b was silent"):
+        await stream.receive()
+    assert 9.0 < now() - begun <= PATIENCE.most_silence_s + PATIENCE.beat_s
+    await work.ended.wait()
 
 
 @run_by(scene, echo, gives=1)
@@ -261,23 +257,19 @@ async def test_a_program_that_hangs_is_noticed_however_often_it_is_called(line: 
     assert now() - begun <= PATIENCE.silence_s
 
 
-def test_whoever_has_ended_owes_no_beats_and_can_be_called_later() -> None:
-    work = Work(60)
-
-    async def play(line: Line) -> None:
-        stream = line.call()
-        await stream.send(Ask(text="work"))
-        stream.leave()
-        await asyncio.sleep(20)
-        # The only stream so far says nothing any more; one that begins now has its own time.
-        other = line.call()
-        await other.send(Ask(text="work"))
-        await asyncio.sleep(5)
-        assert work.outcome == ""
-        await work.ended.wait()
-        assert work.outcome == "done"
-
-    scene(work, play)
+@run_by(with_work, gives=2, seconds=60)
+async def test_whoever_has_ended_owes_no_beats_and_can_be_called_later(line: Line, work: Work) -> None:
+    stream = line.call()
+    await stream.send(Ask(text="work"))
+    stream.leave()
+    await asyncio.sleep(20)
+    # The only stream so far says nothing any more; one that begins now has its own time.
+    other = line.call()
+    await other.send(Ask(text="work"))
+    await asyncio.sleep(5)
+    assert work.outcome == ""
+    await work.ended.wait()
+    assert work.outcome == "done"
 
 
 @run_by(scene, echo, gives=1)
@@ -361,17 +353,15 @@ async def test_who_was_busy_itself_accuses_nobody(line: Line) -> None:
     assert [(await stream.receive()).text for _ in range(2)] == ["work", "still there?"]
 
 
-def test_whoever_takes_no_bytes_is_given_up() -> None:
-    async def play(line: Line) -> None:
-        stream = line.call()
-        for text in ("taken", "waits", "waits"):
-            await stream.send(Ask(text=text))
-        begun = now()
-        with pytest.raises(ConnectionAbortedError, match="took no byte for 30 s"):
-            await stream.send(Bulk(numbers=torch.zeros(BIG)))
-        assert now() - begun <= PATIENCE.stall_s + 2 * PATIENCE.beat_s
-
-    scene(Work(), play)
+@run_by(with_work, gives=2)
+async def test_a_peer_that_takes_no_bytes_is_given_up(line: Line, work: Work) -> None:
+    stream = line.call()
+    for text in ("taken", "waits", "waits"):
+        await stream.send(Ask(text=text))
+    begun = now()
+    with pytest.raises(ConnectionAbortedError, match="took no byte for 30 s"):
+        await stream.send(Bulk(numbers=torch.zeros(BIG)))
+    assert now() - begun <= PATIENCE.stall_s + 2 * PATIENCE.beat_s
 
 
 @run_by(scene, echo, gives=1, rate=100000.0)
@@ -403,22 +393,18 @@ def test_a_message_cut_by_its_sender_is_never_half_received(after_s: float) -> N
     scene(listen, play, rate=1e5)
 
 
-def test_leaving_politely_lets_the_handler_finish_whatever_it_takes() -> None:
-    work = Work(10 * PATIENCE.linger_s)
-
-    async def play(line: Line) -> None:
-        stream = line.call()
-        await stream.send(Ask(text="work"))
-        stream.leave()
-        with pytest.raises(ConnectionResetError, match="over"):
-            await stream.send(Ask(text="more"))
-        await asyncio.sleep(PATIENCE.linger_s + 2)
-        assert line.a.statistics()["conversations.now"] == 0
-        await work.ended.wait()
-        assert work.outcome == "done"
-        assert not any(name.startswith("lost") for name in line.b.statistics())
-
-    scene(work, play)
+@run_by(with_work, gives=2, seconds=10 * PATIENCE.linger_s)
+async def test_leaving_politely_lets_the_handler_finish_whatever_it_takes(line: Line, work: Work) -> None:
+    stream = line.call()
+    await stream.send(Ask(text="work"))
+    stream.leave()
+    with pytest.raises(ConnectionResetError, match="over"):
+        await stream.send(Ask(text="more"))
+    await asyncio.sleep(PATIENCE.linger_s + 2)
+    assert line.a.statistics()["conversations.now"] == 0
+    await work.ended.wait()
+    assert work.outcome == "done"
+    assert not any(name.startswith("lost") for name in line.b.statistics())
 
 
 def test_what_is_sent_before_a_polite_end_is_received_after_it() -> None:
@@ -479,18 +465,14 @@ async def test_room_is_bounded_and_given_back(line: Line) -> None:
     assert line.b.statistics()["conversations.busy"] == 1
 
 
-def test_a_stranger_to_the_schema_is_a_violation_on_both_sides() -> None:
-    work = Work()
-
-    async def play(line: Line) -> None:
-        stream = line.call()
-        line.pipes[0].write(b"\x01\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x00\xc1")
-        with pytest.raises(ConnectionResetError, match="does not decode"):
-            await stream.receive()
-        await work.ended.wait()
-        assert line.b.statistics()["violations.a"] == 1
-
-    scene(work, play)
+@run_by(with_work, gives=2)
+async def test_a_stranger_to_the_schema_is_a_violation_on_both_sides(line: Line, work: Work) -> None:
+    stream = line.call()
+    line.pipes[0].write(b"\x01\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x00\xc1")
+    with pytest.raises(ConnectionResetError, match="does not decode"):
+        await stream.receive()
+    await work.ended.wait()
+    assert line.b.statistics()["violations.a"] == 1
 
 
 def test_a_handler_that_waits_for_a_message_learns_that_it_was_a_violation() -> None:
@@ -514,36 +496,33 @@ def test_a_handler_that_waits_for_a_message_learns_that_it_was_a_violation() -> 
     scene(listen, play)
 
 
+@pytest.mark.real_time
 @pytest.mark.parametrize("last", [b"\xff" * 13, wire.end()])
-def test_a_peer_that_takes_nothing_keeps_no_socket_of_a_stream_that_is_over(
+async def test_a_peer_that_takes_nothing_keeps_no_socket_of_a_stream_that_is_over(
     monkeypatch: pytest.MonkeyPatch, last: bytes
 ) -> None:
     monkeypatch.setattr("noloco_node.libp2p.stream._FLUSH_S", 0.0)
+    gone, loop = asyncio.Event(), asyncio.get_running_loop()
 
-    async def main() -> None:
-        gone, loop = asyncio.Event(), asyncio.get_running_loop()
+    class Noted(Stream):
+        def connection_lost(self, error: Exception | None) -> None:
+            gone.set()
 
-        class Noted(Stream):
-            def connection_lost(self, error: Exception | None) -> None:
-                gone.set()
-
-        ours, theirs = socket.socketpair()
-        with theirs:
-            transport, _ = await loop.create_connection(lambda: StreamOpening(lambda *_: None), sock=ours)
-            protocol = FrameProtocol("b", SCHEMA, PATIENCE.liveness(), PATIENCE, 0.0)
-            over = Noted(transport, protocol, ByteCounts(), lambda *_: None)
-            now_s = 0.0
-            while not transport.get_write_buffer_size():
-                now_s += PATIENCE.beat_s
-                over.tick(now_s, we_listened=False)
-            theirs.send(last)
-            with pytest.raises(ConnectionError):
-                await over.receive()
-            over.leave()
-            async with asyncio.timeout(LAST_RESORT_S):
-                await gone.wait()
-
-    asyncio.run(main())
+    ours, theirs = socket.socketpair()
+    with theirs:
+        transport, _ = await loop.create_connection(lambda: StreamOpening(lambda *_: None), sock=ours)
+        protocol = FrameProtocol("b", SCHEMA, PATIENCE.liveness(), PATIENCE, 0.0)
+        over = Noted(transport, protocol, ByteCounts(), lambda *_: None)
+        now_s = 0.0
+        while not transport.get_write_buffer_size():
+            now_s += PATIENCE.beat_s
+            over.tick(now_s, we_listened=False)
+        theirs.send(last)
+        with pytest.raises(ConnectionError):
+            await over.receive()
+        over.leave()
+        async with asyncio.timeout(LAST_RESORT_S):
+            await gone.wait()
 
 
 @run_by(scene, echo, gives=1, capacity=Capacity(per_prefix=3))

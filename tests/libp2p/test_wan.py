@@ -239,7 +239,6 @@ class Country:
         program = [sys.executable, str(ROOT / "tests" / "support" / "wan_line.py"), str(ONE_WAY_S), str(loss)]
         inside = ["ip", "netns", "exec", self.network("core")]
         self._line = subprocess.Popen([*inside, *program], stdout=subprocess.PIPE, text=True)
-        assert self._line.stdout is not None
         assert self._line.stdout.readline() == "ready\n"
         self(
             "core",
@@ -260,7 +259,6 @@ class Country:
     def dropped(self, router: str) -> int:
         """Return how many packets a router has turned away at its door."""
         found = re.search(r"counter packets (\d+)", self.output(router, "nft", "list", "table", "ip", "home"))
-        assert found is not None
         return int(found[1])
 
     def output(self, space: str, *command: str) -> str:

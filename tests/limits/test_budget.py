@@ -1,7 +1,5 @@
 """A bandwidth budget is read as it was meant, kept to the byte, and costs nobody their good name."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import Counter
@@ -18,11 +16,12 @@ import torch
 from handlers import now
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_swarms import Peer, recipe, until
+from memory_swarms import Peer, ended, recipe, until
 from torch import Tensor
+from user_errors import user_error
 
 from noloco_node.cli.status import picture
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit
 from noloco_node.journal import events
 from noloco_node.limits import budget
 from noloco_node.limits.budget import (
@@ -118,9 +117,8 @@ def test_rates_and_sizes(text: str, expected: float) -> None:
 )
 def test_what_is_none_or_can_be_read_in_two_ways_is_refused(option: str, text: str) -> None:
     values = {"--max-upload": None, "--max-download": None, "--monthly-cap": None, "--hours": None} | {option: text}
-    with pytest.raises(UserError) as caught:
+    with user_error(Exit.USAGE) as caught:
         read_owner_limits(*values.values())
-    assert caught.value.code is Exit.USAGE
     assert option in str(caught.value)
 
 
@@ -250,7 +248,7 @@ SIZES = st.lists(st.integers(1, 3_000_000), min_size=1, max_size=25)
 @settings(max_examples=60)
 @given(SIZES, st.floats(budget.LEAST_RATE, 1e7), st.randoms(use_true_random=False))
 async def test_never_more_than_the_rate_and_one_burst(sizes: list[int], rate: float, rng: object) -> None:
-    delays = [rng.uniform(0.0, 5.0) for _ in sizes]  # type: ignore[attr-defined]
+    delays = [rng.uniform(0.0, 5.0) for _ in sizes]
 
     passed = await passing(FairLimiter(rate), sizes, delays)
     burst = budget.full_bucket(rate, 0.0).burst_bytes
@@ -493,14 +491,11 @@ async def test_a_swarm_with_one_slow_budget_has_no_suspects_from_it_and_sends_it
     async with asyncio.timeout(3600):
         await until(lambda: peers[3].node.replica is not None)
         slow = peers[3].node.replica
-        assert slow is not None
         assert slow.describe(PeerState.TRAINING).device_s == 0.0, "it claims no speed before it has worked"
         await until(lambda: slow.inner_steps > 0)
         assert slow.describe(PeerState.TRAINING).device_s == narrow_s
         await asyncio.gather(*[peer.task for peer in peers])
     for peer in peers[:2]:
-        assert peer.node.replica is not None
-        assert peer.node.replica.next_stage is not None
         counts = peer.node.replica.next_stage.statistics()
         assert counts["gradients"] > 0
         assert not counts["suspects"] + counts["lost_unreachable"] + counts["lost_given_up"] + counts["lost_broken"]
@@ -535,8 +530,7 @@ async def test_what_a_stage_moves_is_what_the_wire_moves() -> None:
     hub = Capped("peer-1", OwnerLimits())
     what = recipe(stages=3, steps=4, per_round=1000)
     peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in range(3)]
-    async with asyncio.timeout(600):
-        await asyncio.gather(*[peer.task for peer in peers])
+    await ended(*peers)
     steps = [event.step for event in peers[1].of(events.Finished)]
     microbatches = steps[0] * what.run.pipeline.microbatches_per_step
     assert what.run.pipeline.replicas == 1
@@ -613,7 +607,6 @@ async def test_rounds_have_their_share_of_the_line_in_every_shift(tmp_path: Path
         async with sessions.session(plain, asyncio.Event()) as (network, _):
             assert isinstance(network, HookedNetwork)
             hook = sessions._hook
-            assert hook is not None
             assert hook.up.round_share == (0.5, 0.3)[number]
             sessions.share_with_rounds("gossip", 0.3)  # the run file is known only once the network is open
             assert hook.up.round_share == hook.down.round_share == 0.3

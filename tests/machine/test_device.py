@@ -1,7 +1,5 @@
 """The device: jobs in turn, begun ones to their end, others taken back."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import threading
@@ -14,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S
+from user_errors import user_error
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.machine import device, memory
@@ -119,9 +118,8 @@ async def test_a_job_s_error_reaches_its_caller() -> None:
 
 @pytest.mark.parametrize("wish", ["gpu", "cuda:99", "meta", ""])
 def test_a_device_that_is_not_there_is_named(wish: str) -> None:
-    with pytest.raises(UserError) as caught:
+    with user_error(Exit.DEVICE):
         choose_device(wish)
-    assert caught.value.code is Exit.DEVICE
 
 
 def test_a_cpu_computes_in_float32() -> None:

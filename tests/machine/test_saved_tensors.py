@@ -1,7 +1,5 @@
 """What autograd keeps of a pass is counted once for each storage, and no longer than autograd keeps it."""
 
-from __future__ import annotations
-
 import torch
 
 from noloco_node.machine.memory import SavedTensors

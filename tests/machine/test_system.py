@@ -1,7 +1,5 @@
 """What systems allow and tell, with fakes of their calls."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import resource
@@ -18,12 +16,7 @@ UNLIMITED = resource.RLIM_INFINITY
 
 @pytest.mark.parametrize(
     ("own", "most", "after"),
-    [
-        (256, UNLIMITED, system.WANTED_FILES),
-        (256, 1024, 1024),
-        (8192, 8192, 8192),
-        (UNLIMITED, UNLIMITED, UNLIMITED),
-    ],
+    [(256, UNLIMITED, system.WANTED_FILES), (256, 1024, 1024), (8192, 8192, 8192), (UNLIMITED, UNLIMITED, UNLIMITED)],
 )
 def test_a_process_may_open_as_many_files_as_a_node_wants(
     own: int, most: int, after: int, monkeypatch: pytest.MonkeyPatch

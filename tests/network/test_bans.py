@@ -1,7 +1,5 @@
 """Who sends what no peer may send is shut out for longer and longer, and who errs now and then never."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -153,7 +151,7 @@ class Caller(NamedTuple):
 def calls(hook: BanHook, peer: str, origin: str) -> ExitStack:
     """Return the conversation with a caller while it is answered."""
     answered = ExitStack()
-    answered.enter_context(hook.answering(Caller(peer, origin), "talk"))  # type: ignore[arg-type]
+    answered.enter_context(hook.answering(Caller(peer, origin), "talk"))
     return answered
 
 

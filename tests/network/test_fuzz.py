@@ -1,7 +1,5 @@
 """Broken messages and records: the decoder makes a message or a violation of each, in bounded memory; peers live on."""
 
-from __future__ import annotations
-
 import asyncio
 import tracemalloc
 from collections.abc import Awaitable, Callable

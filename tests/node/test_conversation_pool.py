@@ -1,7 +1,5 @@
 """Conversations that are kept open: what a call costs, what breaks with it, and what is let go of."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress

@@ -1,8 +1,5 @@
 """A run that goes on from a checkpoint: its weights come from whoever has them, and newcomers wait where nobody has."""
 
-from __future__ import annotations
-
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +7,7 @@ import pytest
 import torch
 from admission_keys import NOW_S, OWNER, admitted, key, public
 from continued_runs import ADAPTER, Continued
-from memory_swarms import Peer, until
+from memory_swarms import Peer, asked_to_leave, until
 from toy_gossip import at_once
 
 from noloco_node.admission.admission_state import AdmissionState
@@ -47,9 +44,7 @@ def begins_with_the_checkpoint(made: Continued, peer: Peer, stage: int) -> bool:
 
 
 async def leave(*peers: Peer) -> None:
-    for peer in peers:
-        peer.leave.set()
-    await asyncio.gather(*[peer.task for peer in peers])
+    await asked_to_leave(*peers)
 
 
 @BOTH
@@ -66,7 +61,6 @@ async def test_newcomers_fetch_their_part_from_the_bootstrap_peer(made: Continue
 @OWN_TOKENIZER
 async def test_nobody_trains_before_the_tokenizer_is_here_and_nodes_hand_it_on(made: Continued) -> None:
     """The bootstrap peer that is asked has neither: who joins with the checkpoint gives both."""
-
     waiting = made.peer("waiting", 0)
     await until(lambda: any(each.waiting == (Wait(WaitCause.TOKENIZER),) for each in waiting.node.roster.stage(0)))
     assert any("nobody reached has it" in line for line in waiting.said)

@@ -1,7 +1,5 @@
 """Who is asked to go goes soon, whenever it is asked, takes nothing of others' along, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import signal
@@ -11,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_swarms import Peer, recipe, until
+from memory_swarms import Peer, asked_to_leave, recipe, until
 from overheard import Cast, Heard, nothing_is_held
 
 from gossip.interface import OuterStepTaken
@@ -110,7 +108,6 @@ async def test_whenever_it_is_asked_it_goes_soon_and_nobody_loses_by_it(
         (finished,) = cast.since(name, events.Finished)
         assert finished.why == "asked to leave"
         assert finished.discarded < 4
-        assert leaver.disk is not None
         assert leaver.disk.counters.inner_steps == finished.step
         assert leaver.disk.counters.round == finished.round
     left = [other for other in cast.peers if other != name]
@@ -132,12 +129,9 @@ async def test_who_leaves_before_a_merely_full_stage_finishes_its_window() -> No
     assert replica.next_stage is not None
     after, gate = replica.next_stage, replica.admission
     await until(lambda: after.statistics()["waiting"] == gate.in_flight and gate.succeeded > 0)
-    leaver.leave.set()
-    await leaver.task
+    await asked_to_leave(leaver)
     assert leaver.of(events.Finished)[0].discarded == 0
-    for peer in (last, *sources[1:]):
-        peer.leave.set()
-    await asyncio.gather(last.task, *[peer.task for peer in sources[1:]])
+    await asked_to_leave(last, *sources[1:])
 
 
 async def test_it_takes_no_more_microbatches_and_finishes_those_in_its_hands() -> None:
@@ -252,7 +246,6 @@ async def test_a_disk_that_refuses_is_said_and_keeps_nobody() -> None:
     async with asyncio.timeout(SOON_S):
         await asyncio.wait({task})
     trouble = user_error_of(task.exception())
-    assert trouble is not None
     assert trouble.code is Exit.STORAGE
     await asyncio.sleep(2.5)
     assert [record.peer for record in cast.roster("s0r0").stage(0)] == ["s0r0"]
@@ -292,7 +285,6 @@ async def test_a_disk_that_refuses_the_last_checkpoint_of_a_run_is_said_too() ->
     assert finished.why == "the run is over"
     assert "finished; serving the weights" in " ".join(peer.said), "others may still take them home"
     trouble = user_error_of(peer.task.exception())
-    assert trouble is not None
     assert trouble.code is Exit.STORAGE
 
 

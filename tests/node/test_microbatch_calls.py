@@ -1,7 +1,5 @@
 """Calls from stage to stage as the callee sees them: one microbatch after another on a conversation, and its end."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
@@ -123,7 +121,6 @@ async def test_one_microbatch_after_another_costs_a_latency_down_and_one_up() ->
 
 async def test_who_speaks_out_of_turn_gets_no_answer() -> None:
     """Answers belong to questions by their order: a second question might be taken for another's."""
-
     b = await callee()
     async with b.called() as conversation:
         await conversation.send(MICROBATCH)

@@ -1,7 +1,5 @@
 """The source: what is refused is tried again with the same tokens, and only what came back is counted."""
 
-from __future__ import annotations
-
 import asyncio
 from random import Random
 
@@ -20,7 +18,7 @@ def proved(signer: str, samples: int) -> None:
 
 @given(refusals=st.lists(st.booleans(), max_size=40), in_flight=st.integers(1, 5))
 async def test_every_sample_is_trained_on_in_the_end(refusals: list[bool], in_flight: int) -> None:
-    drawn, trained, flying, most = [], [], 0, 0  # type: ignore[var-annotated]
+    drawn, trained, flying, most = [], [], 0, 0
     answers = iter(refusals)
 
     async def draw() -> Tensor:

@@ -3,8 +3,6 @@
 The nodes are the production's, in memory and virtual time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import weakref
@@ -16,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_swarms import Peer, recipe, until
+from memory_swarms import Peer, asked_to_leave, recipe, until
 from sample_counters import counters
 
 from gossip.interface import OuterStepTaken
@@ -131,13 +129,11 @@ def at_stage(peer: SimulatedPeer) -> int | None:
 @pytest.mark.parametrize("arrived", [False, True])
 async def test_a_stage_that_dies_out_after_one_moved_away_is_revived_from_what_that_one_has(arrived: bool) -> None:
     """Also where the mover is on its way, and the others are still believed to live."""
-
     cast = Cast()
     cast.start("a0", "c1", "d1", "e1")
     mover = await cast.mover()
     assert cast.of(mover, events.Moved)[0].origin == 1
     await until(lambda: at_stage(mover) is None)
-    assert mover.disk is not None
     left = mover.disk.counters
     if arrived:
         await until(lambda: at_stage(mover) == 0)
@@ -156,7 +152,6 @@ async def test_a_stage_that_dies_out_after_one_moved_away_is_revived_from_what_t
 
 async def test_who_comes_back_to_a_stage_goes_on_from_what_it_left_there() -> None:
     """Nobody else has anything of it: it has moved away, the others died, and it is started again there."""
-
     cast = Cast()
     (watcher, *_) = cast.start("a0", "c1", "d1", "e1")
     mover = await cast.mover()
@@ -165,10 +160,9 @@ async def test_who_comes_back_to_a_stage_goes_on_from_what_it_left_there() -> No
     assert left is not None
     await until(lambda: at_stage(mover) == 0 and mover.disk is not left)
     await cast.crash(*[peer for peer in cast.peers if peer.name.endswith("1")])
-    assert mover.disk is not None
     assert mover.disk.counters.stage == 0
     assert watcher.session.node is not None
-    await until(lambda: not watcher.session.node.roster.stage(1))  # type: ignore[union-attr]
+    await until(lambda: not watcher.session.node.roster.stage(1))
     cast.events[mover.name].clear()
     mover.start()
     cast.peers.append(mover)
@@ -222,7 +216,7 @@ async def test_a_stage_that_cannot_be_built_sends_the_mover_back_to_where_it_was
     await until(lambda: len(cast.of(mover, events.Moved)) == 2 and at_stage(mover) == 0)
     await cast.steps(mover, 3)
     assert mover.running
-    moving = mover.session.node.assignment.migration  # type: ignore[union-attr]
+    moving = mover.session.node.assignment.migration
     assert moving._elsewhere() == (), "it does not try again"
     await cast.leave()
     there, back = cast.of(mover, events.Moved)[:2]
@@ -255,68 +249,58 @@ def kept_at(stage: int, step: int, peer: str = "me") -> Checkpoint:
     return Checkpoint(taken, {"slow": one, "momentum": one, "fast": one, "optimiser": one + one})
 
 
+@pytest.mark.real_time
 @settings(max_examples=25)
 @given(stages=st.lists(st.integers(0, 2), min_size=1, max_size=12), kept=st.integers(1, 3))
-def test_the_last_checkpoint_of_every_stage_outlives_those_of_others(
+async def test_the_last_checkpoint_of_every_stage_outlives_those_of_others(
     stages: list[int], kept: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Each save is that of a new session, or of a stay, at some stage."""
     home, said = tmp_path_factory.mktemp("home"), list[str]()
     own = CheckpointStore(home / "checkpoint", home / "snapshots", "run", "me", said.append)
     last: dict[int, int] = {}
-
-    async def main() -> None:
-        for step, stage in enumerate(stages, start=1):
-            found = await own.load(stage)
-            assert (None if found is None else found.counters.inner_steps) == last.get(stage)
-            await own.set_aside(stage)
-            save(home / "checkpoint", kept_at(stage, step), kept)
-            last[stage] = step
-            assert await own.served() == stage
-            for each, when in last.items():
-                found = await own.load(each)
-                assert found is not None
-                assert found.counters.inner_steps == when
-                assert found.tensors.keys() == {"slow", "momentum", "fast", "optimiser"}
-        await own.set_aside(9)
-        assert set(await own.stages()) == set(last)
+    for step, stage in enumerate(stages, start=1):
+        found = await own.load(stage)
+        assert (None if found is None else found.counters.inner_steps) == last.get(stage)
+        await own.set_aside(stage)
+        save(home / "checkpoint", kept_at(stage, step), kept)
+        last[stage] = step
+        assert await own.served() == stage
         for each, when in last.items():
-            slow = await own.slow(each)
-            assert slow is not None
-            assert (slow.counters.inner_steps, slow.tensors.keys()) == (when, {"slow"})
-            assert len(files(home / "snapshots" / str(each))) <= max(KEPT, kept)
-
-    asyncio.run(main())
+            found = await own.load(each)
+            assert found.counters.inner_steps == when
+            assert found.tensors.keys() == {"slow", "momentum", "fast", "optimiser"}
+    await own.set_aside(9)
+    assert set(await own.stages()) == set(last)
+    for each, when in last.items():
+        slow = await own.slow(each)
+        assert (slow.counters.inner_steps, slow.tensors.keys()) == (when, {"slow"})
+        assert len(files(home / "snapshots" / str(each))) <= max(KEPT, kept)
     assert said == []
 
 
-def test_a_damaged_file_costs_no_more_than_itself_and_others_weights_are_not_gone_on_from(tmp_path: Path) -> None:
+@pytest.mark.real_time
+async def test_a_damaged_file_costs_no_more_than_itself_and_others_weights_are_not_gone_on_from(tmp_path: Path) -> None:
     said: list[str] = []
     own = CheckpointStore(tmp_path / "checkpoint", tmp_path / "snapshots", "run", "me", said.append)
-
-    async def main() -> None:
-        assert await own.served() is None
-        assert await own.load(0) is None
-        for step in (1, 2):
-            save(tmp_path / "checkpoint", kept_at(1, step), 3)
-        newest = files(tmp_path / "checkpoint")[-1]
-        newest.write_bytes(newest.read_bytes()[:-1] + b"\x00")
-        await own.set_aside(0)
-        found = await own.load(1)
-        assert found is not None
-        assert found.counters.inner_steps == 1
-        save(tmp_path / "snapshots" / "2", kept_at(2, 5, peer="another"), 2)
-        assert await own.load(2) is None
-        slow = await own.slow(2)
-        assert slow is not None
-        assert slow.counters.peer == "another"
-        (tmp_path / "snapshots" / "3").write_text("in the way")
-        save(tmp_path / "checkpoint", kept_at(3, 9), 3)
-        await own.set_aside(0)
-        kept = await own.load(3)
-        assert kept is not None, "what could not be set aside stays"
-
-    asyncio.run(main())
+    assert await own.served() is None
+    assert await own.load(0) is None
+    for step in (1, 2):
+        save(tmp_path / "checkpoint", kept_at(1, step), 3)
+    newest = files(tmp_path / "checkpoint")[-1]
+    newest.write_bytes(newest.read_bytes()[:-1] + b"\x00")
+    await own.set_aside(0)
+    found = await own.load(1)
+    assert found.counters.inner_steps == 1
+    save(tmp_path / "snapshots" / "2", kept_at(2, 5, peer="another"), 2)
+    assert await own.load(2) is None
+    slow = await own.slow(2)
+    assert slow.counters.peer == "another"
+    (tmp_path / "snapshots" / "3").write_text("in the way")
+    save(tmp_path / "checkpoint", kept_at(3, 9), 3)
+    await own.set_aside(0)
+    kept = await own.load(3)
+    assert kept is not None, "what could not be set aside stays"
     assert any("is of no use" in line for line in said)
     assert "could not be set aside" in said[-1]
 
@@ -373,9 +357,7 @@ async def test_a_meeting_that_is_still_answered_keeps_no_replica_that_moves(monk
     assert mover.of(OuterStepTaken), "it has met others, who may have asked it"
     gc.collect()
     assert replicas[mover.name]() is None
-    for peer in peers:
-        peer.leave.set()
-    await asyncio.gather(*[peer.task for peer in peers])
+    await asked_to_leave(*peers)
 
 
 async def test_a_microbatch_that_does_not_come_back_keeps_no_stage_that_is_left(
@@ -411,6 +393,3 @@ async def test_a_microbatch_that_does_not_come_back_keeps_no_stage_that_is_left(
     assert any("did not come back" in line for line in mover.said)
     gc.collect()
     assert worker() is None
-    for peer in peers.values():
-        peer.task.cancel()
-    await asyncio.gather(*[peer.task for peer in peers.values()], return_exceptions=True)

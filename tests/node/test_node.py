@@ -1,14 +1,12 @@
 """Whole nodes, in virtual time: they find each other, train, gossip, end, leave, and come back."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from memory_swarms import Peer, Text, recipe, until
+from memory_swarms import Peer, Text, asked_to_leave, ended, recipe, until
 from torch import Tensor
 
 from gossip.exchange.messages import ReplicaState, Weights
@@ -32,8 +30,7 @@ from noloco_node.swarm.run_distribution import RunFileText
 async def test_two_by_two_trains_gossips_and_ends() -> None:
     hub, what = SimNetwork(), recipe(replicas=2, steps=20)
     peers = [Peer(hub, what, f"peer-{stage}{replica}", stage) for stage in (0, 1) for replica in (0, 1)]
-    async with asyncio.timeout(600):
-        await asyncio.gather(*[peer.task for peer in peers])
+    await ended(*peers)
     assert not hub.failures
     for peer in peers:
         (finished,) = peer.of(events.Finished)
@@ -54,12 +51,10 @@ async def test_without_gossip_and_with_one_replica_it_is_single_process_training
     architecture: str, stages: int
 ) -> None:
     """The anchor: the swarm's losses and weights are those of one process that trains the whole model."""
-
     hub = SimNetwork()
     what = recipe(stages=stages, steps=20, window=1, per_round=1000, architecture=architecture)
     peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in range(stages)]
-    async with asyncio.timeout(600):
-        await asyncio.gather(*[peer.task for peer in peers])
+    await ended(*peers)
     steps = peers[0].of(events.InnerStep)
     assert len(steps) == 20
     whole, names = _train_alone(peers, [event.learning_rate for event in steps], stages, architecture)
@@ -76,8 +71,7 @@ def test_through_a_codec_a_swarm_takes_nearly_the_steps_that_it_takes_without() 
         hub = SimNetwork()
         what = recipe(stages=3, steps=12, window=1, per_round=1000, codec=codec, width=32)
         peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in range(3)]
-        async with asyncio.timeout(600):
-            await asyncio.gather(*[peer.task for peer in peers])
+        await ended(*peers)
         assert not any(peer.of(events.PeerViolation) for peer in peers)
         return [event.loss for event in peers[0].of(events.InnerStep)]
 
@@ -136,8 +130,7 @@ async def test_a_newcomer_whose_donor_lied_goes_on_from_a_partner(monkeypatch: p
     await until(lambda: len(peers[3].of(OuterStepTaken)) >= 4)
     monkeypatch.setattr("noloco_node.node.join.from_donor", given)
     late = Peer(hub, what, "peer-late", 1)
-    async with asyncio.timeout(600):
-        await asyncio.gather(late.task, *[peer.task for peer in peers])
+    await ended(late, *peers)
     disowned = late.of(events.Disowned)
     assert disowned[0].loss > FAR * disowned[0].usual
     assert any(event.adopted for event in late.of(OuterStepTaken))
@@ -151,9 +144,7 @@ async def test_a_newcomer_before_the_first_round_begins_at_the_progress_of_the_o
     await until(lambda: len(peers[1].of(events.InnerStep)) >= 8)
     late = Peer(hub, what, "peer-late", stage, 0.5)
     await until(lambda: bool(late.of(events.InnerStep)))
-    for peer in (*peers, late):
-        peer.leave.set()
-    await asyncio.gather(late.task, *[peer.task for peer in peers])
+    await asked_to_leave(*peers, late)
     old, late = peers[stage], late
     assert late.of(events.InnerStep)[0].progress >= old.of(events.InnerStep)[5].progress > 0.0
 
@@ -164,7 +155,6 @@ async def test_a_run_that_was_begun_is_begun_anew_only_where_its_owner_says_so()
     with pytest.raises(ExceptionGroup) as caught:
         await fresh.task
     trouble = user_error_of(caught.value)
-    assert trouble is not None
     assert trouble.code is Exit.UNREACHABLE
     assert "43.0% of the run" in trouble.why
     assert "--begin-anew" in trouble.hint
@@ -184,9 +174,7 @@ async def test_who_comes_back_to_a_run_is_waited_for() -> None:
     hub, what = SimNetwork(), recipe(replicas=2, steps=400, per_round=3)
     peers = [Peer(hub, what, f"peer-{number}", number, 0.5) for number in (0, 1)]
     await until(lambda: len(peers[0].of(OuterStepTaken)) > 1)
-    for peer in peers:
-        peer.leave.set()
-    await asyncio.gather(*[peer.task for peer in peers])
+    await asked_to_leave(*peers)
     fresh = Peer(hub, what, "peer-fresh", 0, 0.5, reached=0.1)
     await asyncio.sleep(8.0)
     for peer in peers:
@@ -194,9 +182,7 @@ async def test_who_comes_back_to_a_run_is_waited_for() -> None:
     back = [Peer(hub, what, f"peer-{number}", number, 0.5, saved=peers[number].saved) for number in (0, 1)]
     await until(lambda: bool(fresh.of(events.InnerStep)))
     assert any("copying stage 0" in line for line in fresh.said)
-    for peer in (fresh, *back):
-        peer.leave.set()
-    await asyncio.gather(*[peer.task for peer in (fresh, *back)])
+    await asked_to_leave(fresh, *back)
 
 
 async def test_a_source_without_text_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +197,6 @@ async def test_a_source_without_text_says_so(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(peer.text, "draw", slow)
     await until(lambda: peer.node.replica is not None and peer.replica.waits() is not None)
     waits = peer.replica.waits()
-    assert waits is not None
     assert waits.detail == "text to train on"
     encoded.set()
     await until(lambda: bool(peer.of(events.InnerStep)))
@@ -227,18 +212,17 @@ async def test_who_has_finished_waits_for_nothing() -> None:
     await asyncio.sleep(20.0)
     replica = peers[1].replica
     waits = replica.waits()
-    assert waits is not None
     assert waits.cause is WaitCause.MICROBATCHES
     assert replica.describe(state).waiting == ()
-    for peer in peers:
-        peer.leave.set()
-    await asyncio.gather(*[peer.task for peer in peers])
+    await asked_to_leave(*peers)
 
 
-async def list_as_replica(hub: SimNetwork, what: RunFileText, name: str, stage: int, round: int) -> SimPeerNetwork:
+async def list_as_replica(
+    hub: SimNetwork, what: RunFileText, name: str, stage: int, round: int, progress: float = 0.0
+) -> SimPeerNetwork:
     """Let a stranger claim to be a replica that trains."""
     network = hub.network(name)
-    record = PeerRecord(peer=name, stage=stage, state=PeerState.TRAINING, round=round)
+    record = PeerRecord(peer=name, stage=stage, state=PeerState.TRAINING, round=round, progress=progress)
     await Membership(network, what.digest, what.run.pipeline.stages, refresh_s=200.0).claim(record)
     return network
 
@@ -252,8 +236,7 @@ async def test_a_reply_of_the_wrong_kind_is_a_violation_and_ends_nobody() -> Non
     liar = await list_as_replica(hub, what, "peer-liar", 1, 0)
     await liar.serve(topic(MICROBATCH, 1), microbatch_schema(what.run, 16), echo)
     peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1)]
-    async with asyncio.timeout(900):
-        await asyncio.gather(*[peer.task for peer in peers])
+    await ended(*peers, within_s=900)
     source = peers[0]
     assert source.of(events.Finished)[0].why == "the run is over"
     assert {event.peer for event in source.of(events.PeerViolation)} == {"peer-liar"}
@@ -278,22 +261,36 @@ async def test_a_rejoining_source_goes_on_in_its_text_and_from_its_checkpoint() 
     hub, what = SimNetwork(), recipe(stages=1, replicas=2, steps=400, per_round=3)
     peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
     await until(lambda: len(peers[1].of(events.InnerStep)) >= 12)
-    peers[1].leave.set()
-    await peers[1].task
+    await asked_to_leave(peers[1])
     hub.kill("peer-b")
     second = Peer(hub, what, "peer-b", 0, saved=peers[1].saved)
     await until(lambda: len(second.of(events.InnerStep)) >= 1)
     drawn = len(second.text.drawn)
-    for peer in (peers[0], second):
-        peer.leave.set()
-        await peer.task
+    await asked_to_leave(peers[0], second)
     assert any("our own checkpoint" in line and "the stage is in round" in line for line in second.said)
     position = peers[1].counters.data_position
-    assert position is not None
     assert drawn > position["drawn"] > 10
     first, second = peers[1], second
     # What the first session had counted still counts.
     assert second.node.samples >= first.node.samples > 0
+
+
+@pytest.mark.parametrize("claimed", [0.0, 1.0])
+async def test_a_strangers_progress_moves_no_replica_that_returns(claimed: float) -> None:
+    """It is the only other one that is listed: nobody contradicts it."""
+    hub, what = SimNetwork(), recipe(stages=1, replicas=1, steps=60, per_round=3)
+    first = Peer(hub, what, "peer-a", 0)
+    await until(lambda: len(first.of(events.InnerStep)) >= 24)
+    first.leave.set()
+    await first.task
+    hub.kill("peer-a")
+    before = first.of(events.InnerStep)[-1].progress
+    await list_as_replica(hub, what, "peer-liar", 0, first.counters.round, claimed)
+    second = Peer(hub, what, "peer-a", 0, saved=first.saved)
+    await until(lambda: bool(second.of(events.InnerStep)))
+    assert second.of(events.InnerStep)[0].progress == pytest.approx(before, abs=0.1)
+    second.leave.set()
+    await second.task
 
 
 async def test_a_replica_that_has_ended_its_last_round_opens_no_other_in_its_next_life() -> None:
@@ -329,13 +326,11 @@ async def test_a_failure_in_the_midst_of_a_step_leaves_a_checkpoint_that_agrees_
 @pytest.mark.parametrize("wait_s", [0.0, 70.0, 140.0])
 async def test_a_leave_does_not_cut_off_a_step_that_lasts_longer_than_it_waits(wait_s: float) -> None:
     """Each job of this device takes longer than anybody waits for microbatches."""
-
     what = recipe(stages=1, steps=400, window=1)
     peer = Peer(SimNetwork(), what, "peer-a", 0, job_s=2 * LONGEST_DRAIN_S, refresh_s=30.0)
     await until(lambda: len(peer.of(events.InnerStep)) >= 2, 10_000.0)
     await asyncio.sleep(wait_s)
-    peer.leave.set()
-    await peer.task
+    await asked_to_leave(peer, within_s=1000.0)
     assert_counted(peer)
 
 
@@ -346,7 +341,6 @@ async def test_the_last_step_of_a_run_is_in_its_last_round_however_long_it_lasts
     assert_counted(peer)
     assert len(peer.of(events.InnerStep)) == 3
     assert len(peer.of(OuterStepTaken)) == 2
-    assert peer.saved is not None
     # But for what a difference from slow weights is rounded by.
     for slow, fast in zip(peer.saved.tensors["slow"], peer.saved.tensors["fast"], strict=True):
         torch.testing.assert_close(slow, fast, rtol=0.0, atol=1e-4)
@@ -364,13 +358,11 @@ async def test_a_replica_saves_every_few_minutes() -> None:
     peer = Peer(hub, what, "peer-a", 0, job_s=2.0)
     await until(lambda: peer.saved is not None, 1000.0)
     assert peer.counters.inner_steps == len(peer.of(events.InnerStep))
-    peer.leave.set()
-    await peer.task
+    await asked_to_leave(peer)
 
 
 async def test_a_polite_leave_is_heard_in_the_last_round() -> None:
     """The last round may wait for an exchange, and an exchange of large weights for hours."""
-
     hub = SimNetwork(size_bytes=lambda message, topic: 2**30 if isinstance(message, Weights) else 100)
     what = recipe(stages=1, replicas=2, steps=4, per_round=100)
     peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
@@ -379,9 +371,7 @@ async def test_a_polite_leave_is_heard_in_the_last_round() -> None:
     await until(lambda: all("last round" in " ".join(peer.said) for peer in peers))
     await asyncio.sleep(5.0)
     begun_s = asyncio.get_running_loop().time()
-    for peer in peers:
-        peer.leave.set()
-    await asyncio.gather(*[peer.task for peer in peers])
+    await asked_to_leave(*peers)
     assert all(peer.saved is not None for peer in peers)
     assert (asyncio.get_running_loop().time() - begun_s) < 5.0
 

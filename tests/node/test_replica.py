@@ -1,7 +1,5 @@
 """What is written from a replica's own memory is one state, however long writing takes; training goes on."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import TypeVar
@@ -139,13 +137,12 @@ async def test_whoever_leaves_or_fails_amid_an_outer_step_saves_the_whole_of_it(
     failing, leaving = stepping_pair()
     for peer, ends in ((leaving, leaving.leave.set), (failing, lambda: fail_the_text(failing))):
         met = len(peer.of(OuterStepTaken))
-        await until(lambda peer=peer: peer.node.replica is not None and not peer.replica.rounds.settled)  # type: ignore[misc]
+        await until(lambda peer=peer: peer.node.replica is not None and not peer.replica.rounds.settled)
         await asyncio.sleep(after_s)
         ends()
         await asyncio.wait({peer.task})
         assert len(peer.of(OuterStepTaken)) > met
         assert peer.saves[-1] == (peer.last_round, peer.last_round)
-        assert peer.saved is not None
         assert "fast" in peer.saved.tensors
     assert isinstance(failing.task.exception(), ExceptionGroup)
 
@@ -159,13 +156,12 @@ async def test_a_device_that_is_lost_amid_an_outer_step_leaves_the_slow_weights_
     await until(lambda: all(len(peer.of(OuterStepTaken)) >= 2 for peer in peers))
     lost = peers[0]
     # Nothing is saved before: a whole checkpoint of the round before would be kept instead.
-    lost.node._services.writer.due = lambda *_: False  # type: ignore[method-assign]
-    lost.node._services.writer.holds = lambda *_: False  # type: ignore[method-assign]
+    lost.node._services.writer.due = lambda *_: False
+    lost.node._services.writer.holds = lambda *_: False
     await until(lambda: not lost.replica.rounds.settled)
     before, finished = [tensor.clone() for tensor in lost.replica.rounds.state.slow], lost.replica.rounds.finished
     lost.replica.device_lost.set_result(DeviceLost("cuda", "unspecified launch failure"))
     await asyncio.wait({lost.task})
-    assert lost.saved is not None
     assert set(lost.saved.tensors) <= {"slow", "momentum", "gathered"}
     # The step that was under way is awaited, and counted where it has moved the weights.
     assert lost.counters.round > finished

@@ -1,8 +1,5 @@
 """What a record says of the next hops, few at a time and none passed over for ever; and a device that becomes slow."""
 
-from __future__ import annotations
-
-import asyncio
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
@@ -56,7 +53,7 @@ def test_a_device_that_becomes_ten_times_as_slow_is_told_of_once(looks: list[tup
     assert len(told) <= 1
 
 
-def test_a_slow_device_is_said_and_journalled() -> None:
+async def test_a_slow_device_is_said_and_journalled() -> None:
     said, recorded = list[str](), list[Any]()
     device, statistics = SimpleNamespace(busy_s=0.0), {"succeeded": 0}
     context = SimpleNamespace(
@@ -68,16 +65,12 @@ def test_a_slow_device_is_said_and_journalled() -> None:
         host=SimpleNamespace(device=device),
         warn=said.append,
     )
-
-    async def main() -> None:
-        replica: Any = SimpleNamespace(worker=SimpleNamespace(statistics=lambda: statistics))
-        reporter = ProgressReporter(cast(Any, context), replica, lambda: PeerState.TRAINING)
-        for mean_s in (0.1, 0.1, 2.0, 2.0, 2.0, 2.0):
-            device.busy_s += 10 * mean_s
-            statistics["succeeded"] += 10
-            reporter._look_at_speed()
-
-    asyncio.run(main())
+    replica: Any = SimpleNamespace(worker=SimpleNamespace(statistics=lambda: statistics))
+    reporter = ProgressReporter(cast(Any, context), replica, lambda: PeerState.TRAINING)
+    for mean_s in (0.1, 0.1, 2.0, 2.0, 2.0, 2.0):
+        device.busy_s += 10 * mean_s
+        statistics["succeeded"] += 10
+        reporter._look_at_speed()
     assert [text.partition(" times")[0] for text in said] == ["a microbatch takes the device 20"]
     assert recorded == [events.Noticed(what="device", text=said[0])]
 

@@ -1,7 +1,5 @@
 """Who is asked for a snapshot once some were worth nothing."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

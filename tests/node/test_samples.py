@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from memory_swarms import Peer, recipe, until
+from memory_swarms import Peer, asked_to_leave, recipe, until
 from sample_counters import counters
 from torch import Tensor
 
@@ -209,7 +209,6 @@ changes = st.lists(
 )
 async def test_whoever_comes_goes_and_returns_every_sample_counts_once(story: list[Change]) -> None:
     """Source "a" is there from the beginning. Where nobody is left, the first to come is who went last."""
-
     told = Run()
     told.begin("a")
     await asyncio.sleep(FORGOTTEN_S)
@@ -226,7 +225,6 @@ async def test_whoever_comes_goes_and_returns_every_sample_counts_once(story: li
 
 async def test_who_comes_back_with_newer_news_of_the_run_than_its_stage_has_keeps_them() -> None:
     """All go, "c" for good and "b" last; "a" is the first to come back, and knows less of the run than "b"."""
-
     told = Run()
     for name in "abc":
         told.begin(name)
@@ -248,8 +246,7 @@ async def test_a_source_that_comes_back_to_a_swarm_that_knows_nothing_does_what_
     what = recipe(stages=1, steps=40, per_round=4)
     first = Peer(SimNetwork(), what, "peer-a", 0)
     await until(lambda: len(first.of(events.InnerStep)) >= 25)
-    first.leave.set()
-    await first.task
+    await asked_to_leave(first)
     again = Peer(SimNetwork(), what, "peer-a", 0, saved=first.saved)
     await again.task
     steps = [event.step for peer in (first, again) for event in peer.of(events.InnerStep)]
@@ -265,9 +262,7 @@ def test_two_sources_that_come_back_one_after_the_other_do_what_is_left() -> Non
         hub = SimNetwork()
         first = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
         await until(lambda: len(first[0].of(events.InnerStep)) >= 25)
-        for peer in first:
-            peer.leave.set()
-        await asyncio.gather(*[peer.task for peer in first])
+        await asked_to_leave(*first)
         hub = SimNetwork()
         again = [Peer(hub, what, first[0].name, 0, saved=first[0].saved)]
         await asyncio.sleep(1.0)
@@ -289,7 +284,6 @@ class Slow(Peer):
 
 async def test_what_others_do_while_a_source_opens_its_text_counts_for_it() -> None:
     """Its stamps, its learning rate and its end were late by that for all of its session."""
-
     hub, what = SimNetwork(), recipe(stages=2, replicas=2, steps=400)
     last = [Peer(hub, what, f"peer-last-{number}", 1, job_s=0.02) for number in range(2)]
     first = Peer(hub, what, "peer-first", 0, job_s=0.1)
@@ -299,24 +293,19 @@ async def test_what_others_do_while_a_source_opens_its_text_counts_for_it() -> N
     done = sum(peer.node.samples for peer in (first, late)) / what.run.budget_samples
     assert done > 0.08, "much was done meanwhile"
     assert abs(late.of(events.InnerStep)[-1].progress - done) < 0.02
-    for peer in (*last, first, late):
-        peer.leave.set()
-    await asyncio.gather(*(peer.task for peer in (*last, first, late)))
+    await asked_to_leave(*last, first, late)
 
 
 async def test_what_comes_back_while_a_source_leaves_is_in_what_the_swarm_knows_of_it() -> None:
     """Each microbatch takes seconds, and the last ones return after its record was renewed for the last time."""
-
     hub, what = SimNetwork(), recipe(stages=2, steps=400, window=4)
     last = Peer(hub, what, "peer-last", 1, job_s=0.2)
     first = Peer(hub, what, "peer-first", 0, job_s=0.2)
     watching = Membership(hub.network("watcher"), what.digest, 2, refresh_s=0.2)
     await until(lambda: len(first.of(events.InnerStep)) > 3)
-    first.leave.set()
-    await first.task
+    await asked_to_leave(first)
     found = (await watching.peek()).run_samples
-    last.leave.set()
-    await last.task
+    await asked_to_leave(last)
     done = first.counters.samples
     assert found == done > 0
 
@@ -333,12 +322,10 @@ async def test_who_leaves_before_its_text_is_open_keeps_its_samples_and_its_plac
     what = recipe(stages=1, steps=400, per_round=4)
     first = Peer(SimNetwork(), what, "peer-a", 0)
     await until(lambda: len(first.of(events.InnerStep)) >= 5)
-    first.leave.set()
-    await first.task
+    await asked_to_leave(first)
     again = Illiterate(SimNetwork(), what, "peer-a", 0, saved=first.saved)
     await until(lambda: bool(again.of(events.Started)))
-    again.leave.set()
-    await again.task
+    await asked_to_leave(again)
     assert first.saved is not again.saved
     assert again.counters.samples == first.counters.samples > 0
     assert again.counters.data_position == first.counters.data_position

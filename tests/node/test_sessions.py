@@ -1,7 +1,5 @@
 """A node that keeps hours outlives an outage at the start of a later session, and leaves when it is asked to."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -14,6 +12,7 @@ import pytest
 from handlers import now
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from user_errors import user_error
 
 from noloco_node.errors import Exit, UserError, user_error_of
 from noloco_node.libp2p.addresses import KnownPeers, PeerAddress, parse_peer_address
@@ -22,15 +21,7 @@ from noloco_node.limits.budget import OwnerLimits, TrafficLedger, read_hours
 from noloco_node.machine.signals import Departure
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.node import sessions
-from noloco_node.node.sessions import (
-    FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
-    Sessions,
-    cause,
-    heals,
-    live_in_sessions,
-    pause_s,
-)
+from noloco_node.node.sessions import FIRST_PAUSE_S, LONGEST_PAUSE_S, Sessions, cause, heals, live_in_sessions, pause_s
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm import access
@@ -185,9 +176,8 @@ SECOND_S = 24 * HOUR_S
 @pytest.mark.parametrize("code", Exit)
 async def test_the_first_session_fails_at_once(code: Exit, tmp_path: Path) -> None:
     outside = Outside(tmp_path, trouble(code))
-    with pytest.raises(UserError) as caught:
+    with user_error(code):
         await outside.live()
-    assert caught.value.code is code
     assert (now(), outside.attempts, outside.said) == (0.0, [0.0], [])
     assert not outside.leaving.polite
 
@@ -235,7 +225,6 @@ async def test_a_second_signal_ends_even_the_closing_of_a_network(tmp_path: Path
     outside = Outside(tmp_path, 0.0, 600.0)
     outside.closing_s = 30.0
     session = asyncio.current_task()
-    assert session is not None
     asyncio.get_running_loop().call_later(SECOND_S + 101.0, session.cancel)
     with pytest.raises(asyncio.CancelledError):
         await outside.live(SECOND_S + 100.0)
@@ -264,9 +253,8 @@ async def test_it_gives_way_when_the_hours_end_and_the_next_session_begins_as_us
 @pytest.mark.parametrize("code", [code for code in Exit if code not in PASSING])
 async def test_other_trouble_ends_it(code: Exit, tmp_path: Path) -> None:
     outside = Outside(tmp_path, 0.0, trouble(Exit.UNREACHABLE), trouble(code))
-    with pytest.raises(UserError) as caught:
+    with user_error(code):
         await outside.live()
-    assert caught.value.code is code
     assert outside.attempts == pytest.approx([0.0, SECOND_S, SECOND_S + pause_s(1)])
 
 
@@ -386,9 +374,8 @@ def test_where_nobody_of_the_invite_opens_those_who_were_met_before_do(
     ],
 )
 def test_in_vain(monkeypatch: pytest.MonkeyPatch, opens: Opens, met: KnownPeers | None, tries: int) -> None:
-    with pytest.raises(UserError) as caught:
+    with user_error(opens.code):
         entered(monkeypatch, opens, met)
-    assert caught.value.code is opens.code
     assert len(opens.tried) == tries
 
 

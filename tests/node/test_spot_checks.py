@@ -1,7 +1,5 @@
 """Whole nodes check what they are returned: a liar is found by each that calls it, and shut out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from memory_swarms import recipe
+from user_errors import user_error
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
@@ -27,16 +28,10 @@ from noloco_node.node.migration import MigrationWatcher
 from noloco_node.node.node_context import NodeContext, StageRequest
 from noloco_node.node.replica import Replica
 from noloco_node.node.stage_benchmark import TIMES, StageBenchmark, measure
-from noloco_node.node.stage_claim import (
-    CLAIMS,
-    LOOKS,
-    ClaimedStage,
-    claim_stage,
-    claims_of,
-)
+from noloco_node.node.stage_claim import CLAIMS, LOOKS, ClaimedStage, claim_stage, claims_of
 from noloco_node.planning import graph_memory
 from noloco_node.planning.model_layout import make_stage, model_layout
-from noloco_node.planning.plan import device_needs
+from noloco_node.planning.plan import memories_on
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.hardware.memory_host import MemoryHost, MemoryStore
 from noloco_node.sim.hardware.priced_stage import PricedStage, Prices, VirtualDevice
@@ -50,6 +45,7 @@ from noloco_node.sim.world import Watcher, World, simulate
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord
 from pipeline import forward_pass
+from pipeline.hardware.loss_scale import FIRST
 from pipeline.placement import capacities
 from tests.explorer.search import ExploreResult, examine
 
@@ -88,11 +84,7 @@ class Seeker:
         network = hub.network(name, Access(dials_only=dials_only))
         self.membership = Membership(network, what.digest, 3, refresh_s=5.0)
         host = SmallHost(
-            self._device,
-            MemoryStore(lambda: None),
-            build=self._build,
-            open_text=self._no_text,
-            save=self._never,
+            self._device, MemoryStore(lambda: None), build=self._build, open_text=self._no_text, save=self._never
         )
         host.free, host.needs_bytes, host.graph_bytes = free, [100, 200, 300], [GraphBytes(20, 20)] * 3
         reporter = Reporter(record=self.events.append, say=self.said.append)
@@ -131,7 +123,6 @@ class Seeker:
 
 async def test_a_newcomer_measures_itself_and_takes_the_stage_that_limits_the_swarm() -> None:
     """Stage 1 has the fewest replicas, and yet stage 2 is the weakest: its replicas are slow."""
-
     hub = SimNetwork()
     for name, stage, device_s in (("a", 0, 0.4), ("b", 0, 0.4), ("c", 1, 0.25), ("d", 2, 2.0), ("e", 2, 2.0)):
         await Seeker(hub, name).serve(stage, device_s)
@@ -171,7 +162,7 @@ async def test_a_replica_that_goes_elsewhere_claims_what_its_device_or_its_line_
     """From stage 2 to stage 0, where it has half the work and computes a third more; its speed is unknown at first."""
     mover = Seeker(SimNetwork(), "mover")
     mover.context.host.passes = [4.0, 3.5, 3.0]
-    mover.context.host.line_s = lambda stage: 0.1  # type: ignore[method-assign] # of a slow line
+    mover.context.host.line_s = lambda stage: 0.1  # of a slow line
     watcher = MigrationWatcher(mover.context, 2, 0, lambda: 0.0, set(), tuple)
     await watcher.take_place(0, device_s)
     await mover.membership.peek()
@@ -225,7 +216,6 @@ async def test_a_stage_that_does_not_fit_is_left_out() -> None:
 
 async def test_where_no_stage_fits_the_newcomer_leaves_before_it_builds_or_claims_anything() -> None:
     """What is free or allowed is never overrun; an owner who names a stage may use the reserve, and no more."""
-
     hub = SimNetwork()
     seekers = [Seeker(hub, "tiny", free=124), Seeker(hub, "told", free=199, wish=1)]
     refusals = []
@@ -278,9 +268,8 @@ async def test_a_stage_that_the_owner_names_is_measured_too(monkeypatch: pytest.
     monkeypatch.setattr(stage_claim, "measure", lambda *_: StageBenchmark(0.6, 100))
     hub = SimNetwork()
     small, large = Seeker(hub, "small", free=379, wish=2), Seeker(hub, "large", free=380, wish=2)
-    with pytest.raises(UserError, match="Stage 2 does not fit") as refusal:
+    with user_error(Exit.DEVICE, "Stage 2 does not fit") as refusal:
         await small.claim()
-    assert refusal.value.code is Exit.DEVICE
     assert "stage 2 wants 380 B" in refusal.value.why
     assert small.built == [2]
     place = await large.claim()
@@ -313,9 +302,8 @@ async def test_memory_that_runs_out_in_the_measurement_is_an_error_that_a_person
         raise MemoryError("CUDA out of memory")
 
     monkeypatch.setattr(stage_claim, "measure", measure)
-    with pytest.raises(UserError, match="does not fit in memory here") as refusal:
+    with user_error(Exit.DEVICE, "does not fit in memory here") as refusal:
         await Seeker(SimNetwork(), "a", free=1000, wish=wish).claim()
-    assert refusal.value.code is Exit.DEVICE
     assert "CUDA out of memory" in refusal.value.why
 
 
@@ -324,7 +312,7 @@ async def test_a_stage_must_fit_main_memory_too_where_the_device_has_its_own() -
     poor, poorest = Seeker(hub, "poor", free=1000), Seeker(hub, "poorest", free=1000)
     for seeker, beside in ((poor, [40, 60, 70]), (poorest, [60, 70, 80])):
         seeker.context.host.beside_bytes[:] = beside
-        seeker.context.host.free_beside_bytes = lambda _=0: 55  # type: ignore[method-assign]
+        seeker.context.host.free_beside_bytes = lambda _=0: 55
     place = await poor.claim()
     with pytest.raises(UserError) as refusal:
         await poorest.claim()
@@ -347,9 +335,8 @@ async def test_an_owners_wish_is_taken_at_once_and_a_wrong_one_refused() -> None
     hub = SimNetwork()
     await Seeker(hub, "a").serve(1, 0.5)
     told = Seeker(hub, "told", wish=1)
-    with pytest.raises(UserError, match="no stage 3") as trouble:
+    with user_error(Exit.USAGE, "no stage 3"):
         await Seeker(hub, "wrong", wish=3).claim()
-    assert trouble.value.code is Exit.USAGE
     place = await told.claim(0)
     assert (place, told.built) == (ClaimedStage(1), [])
 
@@ -365,13 +352,12 @@ async def test_without_the_dht_a_newcomer_gives_up_and_whoever_moves_waits() -> 
             found = await read_all(keys)
             return [None if next(left, None) is not None else each for each in found]
 
-        network.read_all = lost  # type: ignore[method-assign]
+        network.read_all = lost
 
     new, mover = Seeker(hub, "new"), Seeker(hub, "mover", wish=1)
     deaf(new, 10**6)
-    with pytest.raises(UserError, match="Nobody could tell") as trouble:
+    with user_error(Exit.UNREACHABLE, "Nobody could tell"):
         await new.claim()
-    assert trouble.value.code is Exit.UNREACHABLE
     await mover.serve(0, 0.5)
     deaf(mover, 40)
     place = await mover.claim()
@@ -397,7 +383,7 @@ def test_a_microbatch_is_measured_at_every_stage_of_a_real_model_and_leaves_no_t
         before = [tensor.clone() for tensor in stage.weights()]
         probe = measure(stage, number, what.run, plan, lambda: float(next(ticks)))
         assert probe.device_s == 1.0
-        assert probe.kept_bytes == pytest.approx(device_needs(what.run, plan, CPU).graph[number].whole, rel=0.2)
+        assert probe.kept_bytes == pytest.approx(memories_on(what.run, plan, CPU)[number].whole_graph, rel=0.2)
         assert stage.statistics()["backwards"] == TIMES
         again = make_stage(what.run, plan, number, torch.device("cpu"), by_layers=True)
         assert measure(again, number, what.run, plan, lambda: 0.0).kept_bytes == 0, "autograd does not tell"
@@ -405,6 +391,18 @@ def test_a_microbatch_is_measured_at_every_stage_of_a_real_model_and_leaves_no_t
         # A step on what was left behind would be a step on nothing.
         assert stage.step(0.1, 1).gradient_norm == 0.0
     assert plan.work[2] > plan.work[0] > 0.0, "the head costs, the embedding hardly"
+
+
+def test_a_measurement_in_float16_is_that_of_usual_passes_and_leaves_the_factor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("noloco_node.machine.device.autocast_dtype", lambda *_: torch.float16)
+    what = recipe(stages=3)
+    plan = model_layout(what.run)
+    for number in range(3):
+        stage = make_stage(what.run, plan, number, torch.device("cpu"))
+        assert measure(stage, number, what.run, plan, lambda: 0.0).kept_bytes > 0
+        assert (stage.statistics()["overflows"], stage._scale.value) == (0, FIRST)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be asked to")
@@ -454,10 +452,8 @@ def test_memory_is_read_where_somebody_says_it(tmp_path: Path, monkeypatch: pyte
     what = recipe(stages=3)
     drawn = model_layout(what.run)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
-    cpu, gpu = (device_needs(what.run, drawn, device) for device in (CPU, torch.device("cuda")))
-    assert all(0 < less < more for less, more in zip(gpu.device, cpu.device, strict=True))
-    assert all(0 < less < more for less, more in zip(gpu.beside, cpu.device, strict=True))
-    assert cpu.beside == ()
+    each = zip(*(memories_on(what.run, drawn, device) for device in (CPU, torch.device("cuda"))), strict=True)
+    assert all(0 < gpu.computing < cpu.total > gpu.beside > 0 for cpu, gpu in each)
 
 
 # Moving, with whole nodes.
@@ -504,7 +500,6 @@ def test_a_starved_stage_gets_a_replica_of_the_other_and_training_goes_on() -> N
 
 def drawn(peer: SimulatedPeer) -> int:
     """Return how many microbatches a peer has drawn from its text, in any of its assignments."""
-    assert peer.session.node is not None
     text = peer.session.node._services.work.text
     return 0 if text is None else int(text.position()["drawn"])
 

@@ -1,7 +1,5 @@
 """Where a newcomer's first state comes from: every case of the decision, and what holds whatever it knows."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

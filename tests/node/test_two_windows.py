@@ -1,7 +1,5 @@
 """Two windows in flight, whole: nodes in virtual time, what `check` says of it, and what the simulator watches."""
 
-from __future__ import annotations
-
 import asyncio
 from itertools import pairwise
 from typing import Any
@@ -10,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from memory_swarms import Peer, Text, recipe, until
+from memory_swarms import Peer, Text, asked_to_leave, ended, recipe, until
 from msgspec import structs
 from torch import Tensor
 
@@ -53,8 +51,7 @@ async def test_three_by_two_trains_gossips_and_ends(blocking: bool) -> None:
     extra = "blocking = true" if blocking else ""
     what = with_windows(recipe(stages=3, replicas=2, steps=14, window=4, per_round=4, extra=extra), 2)
     peers = [Peer(hub, what, f"peer-{stage}{replica}", stage) for stage in (0, 1, 2) for replica in (0, 1)]
-    async with asyncio.timeout(600):
-        await asyncio.gather(*[peer.task for peer in peers])
+    await ended(*peers)
     assert not hub.failures
     for peer in peers:
         (finished,) = peer.of(events.Finished)
@@ -76,7 +73,6 @@ async def test_three_by_two_trains_gossips_and_ends(blocking: bool) -> None:
 @pytest.mark.parametrize("wait_s", [0.0, 1.5, 3.0])
 async def test_a_leave_does_not_cut_off_a_step_above_a_stage_that_is_gone(wait_s: float) -> None:
     """The younger window waits for a replica that would take it, while the step of the older one is under way."""
-
     hub, what = SimNetwork(), with_windows(recipe(steps=400, per_round=4), 2)
     source, below = Peer(hub, what, "peer-0", 0, job_s=1.0), Peer(hub, what, "peer-1", 1, job_s=0.2)
     await until(lambda: len(source.of(events.InnerStep)) >= 5)
@@ -109,8 +105,7 @@ def test_who_is_stranded_with_gradients_of_the_next_window_knows_it() -> None:
         await until(lambda: replica.stranded, 60.0)
         both = 0 < replica.admission.turns.waiting < replica.admission.in_flight
         begun_s = asyncio.get_running_loop().time()
-        peers[0].leave.set()
-        await peers[0].task
+        await asked_to_leave(peers[0])
         return peers[0], asyncio.get_running_loop().time() - begun_s, both
 
     kinds = set()
@@ -154,8 +149,7 @@ def last_loss(windows: int) -> float:
         what = with_windows(recipe(steps=60, window=4, per_round=10_000), windows)
         peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1)]
         peers[0].text = Song(what.run, "peer-0")
-        async with asyncio.timeout(600):
-            await asyncio.gather(*[peer.task for peer in peers])
+        await ended(*peers)
         assert (peers[0].stages[-1].statistics()["stale_backwards"] > 0) == (windows == 2)
         steps = peers[1].of(events.InnerStep)
         return sum(event.loss for event in steps[-20:]) / 20

@@ -1,7 +1,5 @@
 """What a home has given, by its own journal."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec
@@ -17,6 +15,8 @@ from noloco_node.admission.ticket import peer_of_file
 from noloco_node.errors import UserError
 from noloco_node.journal import events
 from noloco_node.journal.events import stamped
+from noloco_node.journal.reader import read
+from noloco_node.journal.writer import Journal
 from noloco_node.libp2p.settings import ensure_identity
 from noloco_node.observe.journal_observer import change_text
 from noloco_node.observe.journal_reports import report
@@ -119,20 +119,33 @@ def test_energy_is_added_up_over_lives_and_receipts_are_not() -> None:
 
 def test_me_tells_what_the_journal_of_a_home_says(tmp_path: Path) -> None:
     taken = session(1e9, "0123456789abcdef", 0, 99)
-    taken += [
-        events.Energy(at=1e9 + 100, joules=7200.0),
-        events.Receipts(at=1e9 + 100, claimed={}, signed={}, own=400),
-    ]
+    taken += [events.Energy(at=1e9 + 100, joules=7200.0), events.Receipts(at=1e9 + 100, claimed={}, signed={}, own=400)]
     write_journal(tmp_path, taken)
     said = printed("me", "--home", tmp_path)
     assert "run 0123456789ab, " in said
     assert "500 in 50 inner steps, 1 meetings" in said
     assert "of CPU or GPU time" in said
-    assert "receipts for 400 tokens that were drawn here" in said
+    assert "receipts for at least 400 tokens that were drawn here" in said
     assert "2 Wh, as the device tells" in said
     raw = printed("me", "--home", tmp_path, "--json")
     assert msgspec.json.decode(raw)["sent_bytes"] == 100
     assert refused("me", "--home", tmp_path / "none")
+
+
+@pytest.mark.parametrize("rotations", [0, 1, 2, 3])
+def test_me_says_since_when_a_journal_tells_whose_oldest_events_are_gone(tmp_path: Path, rotations: int) -> None:
+    """Of a journal there are two files at most."""
+    path = tmp_path / "journal.jsonl"
+    with Journal(path, max_bytes=2048) as journal:
+        journal.write(started("p", 0, 0.0, run="a"))
+        for _ in range(rotations):
+            file = path.stat().st_ino
+            while path.stat().st_ino == file:
+                journal.write(inner(1, 0.0))
+    said, kept = report(tmp_path, as_json=False), ledger_of(read(path)).by_run["a"]
+    assert said.splitlines()[-1].startswith("since ") is (rotations > 1)
+    assert f"in {kept.inner_steps} inner steps" in said
+    assert msgspec.json.decode(report(tmp_path, as_json=True))["inner_steps"] == kept.inner_steps
 
 
 def test_me_says_who_one_is_also_before_anything_was_given(tmp_path: Path) -> None:

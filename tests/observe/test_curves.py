@@ -1,7 +1,5 @@
 """Curves of a node at work: drawn by step, in threads that hold up nothing and end nothing."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import closing
 from contextvars import ContextVar

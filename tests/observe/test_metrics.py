@@ -1,11 +1,10 @@
 """Figures for Prometheus: what a scrape finds, who may ask, and that no stranger makes series."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import subprocess
+from itertools import accumulate
 
 import pytest
 import yaml
@@ -69,6 +68,21 @@ def test_a_scrape_tells_what_the_journal_does() -> None:
     assert value(metrics, "stage") == 1
     assert value(metrics, "build_info", version=__import__("noloco_node").__version__) == 1
     assert b"12D3KooW" not in metrics.text()
+
+
+@given(st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=4), max_size=4))
+def test_the_bytes_of_all_sessions_add_up(sessions: list[list[int]]) -> None:
+    """Each session has a network of its own, whose totals may be larger than those of the session before."""
+    metrics = NodeMetrics("r")
+    for grown in sessions:
+        metrics.take(events.Started(peer="p", stage=0, run="r", version="0"), 1.0)
+        for total in accumulate(grown):
+            metrics.take(events.Traffic(sent={"microbatch": total}, received={}), 2.0)
+        metrics.take(events.Moved(origin=0, target=1, why="asked"), 3.0)  # which begins no session
+        metrics.take(events.Traffic(sent={"microbatch": sum(grown)}, received={}), 4.0)
+        metrics.take(events.Finished(why="over", step=1, round=0, progress=1.0), 5.0)
+    told = value(metrics, "bytes_total", direction="sent", kind="microbatch")
+    assert (told or 0) == sum(map(sum, sessions))
 
 
 def test_what_is_not_known_yet_is_no_figure() -> None:

@@ -1,7 +1,5 @@
 """What a swarm is doing: one model, whether records, journals or a simulation feed it, and the text made of it."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections import defaultdict
@@ -142,7 +140,7 @@ def test_the_newest_evaluation_is_the_swarms_and_each_is_told_as_its_peers_claim
     assert view.held_out == 5.0
     assert [peer.held_out for peer in view.peers] == [5.5, 5.0, None]
     assert [moment.held_out for moment in view.course] == [None, 5.5, 5.0, 5.0]
-    assert page_frame(view).course.held_out == [None, 5.5, 5.0, 5.0]
+    assert page_frame(view).course["held_out"] == [None, 5.5, 5.0, 5.0]
     assert any("held-out 5.000" in row for row in drawn(view, 100, 30))
     assert "held-out loss 5.000" in line(view)
     # A record that was missing for a while has no news.

@@ -1,7 +1,5 @@
 """Histories of peers, and curves of them in a terminal: bounded, and true to what they are made of."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
@@ -10,10 +8,19 @@ from hypothesis import strategies as st
 from sample_events import history, inner, started
 
 from noloco_node.demo.loss_plot import over_tokens
+from noloco_node.demo.summary import trained
 from noloco_node.journal import events
-from noloco_node.observe.peer_history import Point
+from noloco_node.observe.journal_observer import JournalObserver
+from noloco_node.observe.peer_history import PeerHistory, Point
+from noloco_node.observe.roster_observer import RosterObserver
 from noloco_node.observe.screen import chart, smoothed
 from noloco_node.observe.swarm_view import Thinned
+from noloco_node.run.peer_state import PeerState
+from noloco_node.run.presets import demo_run_text
+from noloco_node.run.runfile import decode_run
+from noloco_node.swarm.roster import PeerRecord, Roster
+
+RUN = decode_run(demo_run_text(stages=2, replicas=2, steps=100, seed=0), "a test's run file")
 
 
 def test_who_begins_again_has_not_finished() -> None:
@@ -46,6 +53,29 @@ def test_a_common_axis_counts_the_tokens_of_all_sources() -> None:
     points = over_tokens(later.losses, [first, second, later])
     # 0a begins its first step at 100.5, and takes its second from 101 to 102; 0b is at its first from 101 to 101.5.
     assert [point.x for point in points] == pytest.approx([0.5 * 4096, 2.5 * 4096, 3 * 4096])
+
+
+@given(stages=st.lists(st.integers(0, 2), min_size=1, max_size=6))
+def test_a_token_counts_where_it_is_drawn_wherever_its_peer_moves(stages: list[int]) -> None:
+    moving, partner = PeerHistory("0a", 0), PeerHistory("1a", 1)
+    observer = JournalObserver("a run", [moving, partner], None)
+    for number, stage in enumerate(stages):
+        observer.take(moving, started("Qm0a", stage))
+        for each in (moving, partner):
+            observer.take(each, inner(number, 101.0 + number))
+    observer.take(moving, events.Receipts(claimed={}, signed={}, own=10**6))
+    drawn, view = 4096 * stages.count(0), observer.view(200.0)
+    assert view.tokens == trained([moving, partner]) == view.given.drawn == drawn
+    assert over_tokens(partner.losses, [moving, partner])[-1].x == drawn
+
+
+@given(tokens=st.integers(0, 10**9), samples=st.integers(0, 10**6), signed=st.integers(0, 10**6))
+def test_what_our_own_peer_has_drawn_is_what_its_record_claims(tokens: int, samples: int, signed: int) -> None:
+    own = history("0a", 0, [started("Qm0a", 1), inner(1, 101.0, tokens=tokens)])
+    own.take(events.Receipts(claimed={}, signed={}, own=RUN.tokens(signed)))
+    record = PeerRecord(peer="Qm0a", stage=0, state=PeerState.TRAINING, samples=samples)
+    view = RosterObserver(RUN, "r", own).view(Roster(stages=((record,), ())), 200.0)
+    assert view.given.drawn == (RUN.tokens(max(samples, signed)) if signed else 0)
 
 
 @given(st.integers(1, 5000))

@@ -1,7 +1,5 @@
 """Journals as tables: nothing is lost, nothing written over, and nothing that a stranger said is a formula."""
 
-from __future__ import annotations
-
 import csv
 import os
 import sys

@@ -1,7 +1,5 @@
 """Activation codecs: what of a value survives, what is free of bias, what is refused; and how much of a size counts."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator

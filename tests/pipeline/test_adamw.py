@@ -1,9 +1,8 @@
 """Moments as 8-bit codes: what a code keeps, and what no code can do."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -314,3 +313,22 @@ def test_a_stage_steps_the_matrices_of_its_layers_orthogonally() -> None:
         assert torch.equal(*found) is not inside, name
         if inside:
             assert 0.1 < float((found[1] - start).square().mean().sqrt()) / 1e-2 < 0.3, name
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_memory_that_is_gone_after_a_step_fails_no_step_and_hides_no_failure(
+    monkeypatch: pytest.MonkeyPatch, *, fails: bool
+) -> None:
+    """Another program on the same GPU may have taken it meanwhile."""
+    stepping, _ = optimiser(CODED, (4, 4))
+
+    def reserve() -> Tensor:
+        raise torch.OutOfMemoryError("another program has it")
+
+    monkeypatch.setattr(stepping, "_reserve", reserve)
+    with pytest.raises(ValueError, match="not finite") if fails else nullcontext(), stepping.room():
+        if fails:
+            raise ValueError("not finite")
+    monkeypatch.undo()
+    with stepping.room():
+        pass

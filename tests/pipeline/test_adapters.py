@@ -1,7 +1,5 @@
 """Adapters over a frozen slice: what they compute, what is trained, and what autograd and memory keep."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 import pytest

@@ -1,7 +1,5 @@
 """The gate: windows are exact, senders get their share, and nobody who gives up leaves a trace."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Coroutine
@@ -285,7 +283,6 @@ async def test_after_closing_a_window_that_is_complete_is_used_and_a_partial_one
 @pytest.mark.parametrize("seed", range(12))
 async def test_random_lives_keep_the_invariants(seed: int, windows: int) -> None:
     """Senders come, fail, succeed and give up at random; every window is exact and all work is shared evenly."""
-
     rng = Random(f"gate|{seed}")
     window, per_sender = rng.randint(1, 5), rng.randint(5, 15)
     most = Random(f"most|{seed}").randint(1, 2 * window)

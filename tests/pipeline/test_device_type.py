@@ -1,7 +1,5 @@
 """Each type of device is asked in its own words; Apple's by a fake of `torch.mps`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Passes computed again, sets of weights, and memory that runs out."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from threading import get_ident
 from typing import Any
@@ -111,7 +109,7 @@ def autocast_gradients(part: Slice, given: Tensor, gradient: Tensor | None) -> l
     with torch.autocast("cpu", torch.bfloat16):
         output = part.train()(leaf)
     if gradient is None:
-        functional.cross_entropy(output.float().flatten(0, 1), ids(5).flatten()).backward()  # type: ignore[no-untyped-call]
+        functional.cross_entropy(output.float().flatten(0, 1), ids(5).flatten()).backward()
     else:
         torch.autograd.backward(output, gradient.to(output.dtype))
     return [weight.grad for weight in part.parameters()]
@@ -213,7 +211,6 @@ def test_the_loss_in_chunks_is_the_whole_one(
     assert torch.dist(found.hidden, expected.hidden) <= tolerance * expected.hidden.norm()
     for mine, yours in zip(gradients(chunked), gradients(whole), strict=True):
         assert mine is not None
-        assert yours is not None
         assert torch.dist(mine, yours) <= tolerance * yours.norm()
     with pytest.raises(ValueError, match="vocabulary"):
         chunked.loss(hidden, ids(5) + 60)
@@ -230,7 +227,7 @@ def test_the_heads_gradient_is_added_to_once_a_chunk_and_a_chunk_is_long(
     monkeypatch.setattr("pipeline.forward_pass._PIECE", VOCABULARY)
     additions: list[Tensor] = []
     leaf = stage._set.leaves[f"{stage._module.head}.weight"]
-    leaf.register_post_accumulate_grad_hook(additions.append)  # type: ignore[no-untyped-call]
+    leaf.register_post_accumulate_grad_hook(additions.append)
     with largest:
         stage.loss(torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(1)), ids(5))
     tokens = 16 * (18 * VOCABULARY // share - 1) // (size * VOCABULARY)
@@ -306,7 +303,7 @@ class Scarce:
             handle.remove()
             raise self._error
 
-        handle = leaf.register_hook(fail)  # type: ignore[no-untyped-call]
+        handle = leaf.register_hook(fail)
 
 
 @pytest.mark.parametrize("graphs", [None, 0])

@@ -1,7 +1,5 @@
 """Learning rate and progress: exact where they can be, and moved by no liar."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from random import Random
@@ -10,16 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.inner_step import (
-    Mark,
-    Progress,
-    Schedule,
-    advance,
-    begin,
-    learning_rate,
-    moment_ratio,
-    rate_per_s,
-)
+from pipeline.inner_step import Mark, Progress, Schedule, advance, begin, learning_rate, moment_ratio, rate_per_s
 
 SCHEDULE = Schedule(peak=6e-4, steps=1000, warmup_steps=100, final_fraction=0.1)
 

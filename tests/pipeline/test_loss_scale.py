@@ -1,7 +1,5 @@
 """Passes in float16: small gradients survive, large ones cost a window, and nobody else notices the factor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -79,7 +77,7 @@ def test_small_gradients_come_through_as_in_float32(family: str, sizes: dict[str
     plain = staged(1, family=family, **sizes)
     plain._scale.value = 1.0
     below, expected, _ = (stage.forward(hidden()).backward(SMALL * hidden(2)) for stage in (ours, theirs, plain))
-    assert is_near(below, expected)  # type: ignore[arg-type]
+    assert is_near(below, expected)
     found, wanted, lost = (torch.cat([each.flatten() for each in means(stage)]) for stage in (ours, theirs, plain))
     assert is_near(found, wanted)
     assert not is_near(lost, wanted), "without a factor they do not"
@@ -92,7 +90,7 @@ def test_the_loss_and_its_gradients_are_those_of_float32(at_once: bool, monkeypa
     both = pair(2)
     replies = [stage.loss(hidden(), drawn_ids(3, 2, 9)) for stage in both]
     assert replies[0].loss == pytest.approx(replies[1].loss, rel=1e-3)
-    assert is_near(replies[0].hidden, replies[1].hidden)  # type: ignore[arg-type]
+    assert is_near(replies[0].hidden, replies[1].hidden)
     assert all(map(is_near, *map(means, both)))
 
 
@@ -100,7 +98,7 @@ def test_a_gradient_that_overflows_is_computed_again_and_costs_the_window() -> N
     both, gradient = pair(1), 1e4 * hidden(2)
     before = both[0].weights()
     below = [stage.forward(hidden()).backward(gradient) for stage in both]
-    assert is_near(*below)  # type: ignore[arg-type]
+    assert is_near(*below)
     counts = both[0].statistics()
     assert counts["overflows"] == counts["recomputed"] > 0
     assert both[0]._scale.value == FIRST / 2 ** counts["overflows"]
@@ -124,7 +122,7 @@ def test_a_loss_whose_gradient_overflows_is_computed_again() -> None:
     last._scale.value = LARGEST
     replies = [stage.loss(hidden(), drawn_ids(3, 2, 9)) for stage in (last, whole)]
     assert last.statistics()["overflows"] > 0
-    assert is_near(replies[0].hidden, replies[1].hidden)  # type: ignore[arg-type]
+    assert is_near(replies[0].hidden, replies[1].hidden)
     assert not last.step(1e-3, 1).applied
     until_applied(lambda: last.loss(hidden(), drawn_ids(3, 2, 9)), last)
 
@@ -146,7 +144,7 @@ def test_a_stage_whose_activations_overflow_goes_on_in_float32() -> None:
     assert torch.equal(*(each.output for each in passes))
     with pytest.raises(MemoryError, match="range"):
         early.backward(SMALL * hidden(2))
-    assert torch.equal(*(each.backward(SMALL * hidden(2)) for each in passes))  # type: ignore[arg-type]
+    assert torch.equal(*(each.backward(SMALL * hidden(2)) for each in passes))
     assert not both[0].step(1e-3, 1).applied, "gradients of this window may have been multiplied"
     both[1].discard()
     for stage in both:
@@ -164,7 +162,7 @@ def test_a_last_stage_whose_logits_overflow_goes_on_in_float32(at_once: bool, mo
         wide(stage)
     replies = [stage.loss(hidden(), drawn_ids(3, 2, 9)) for stage in both]
     assert replies[0].loss == replies[1].loss
-    assert torch.equal(replies[0].hidden, replies[1].hidden)  # type: ignore[arg-type]
+    assert torch.equal(replies[0].hidden, replies[1].hidden)
     assert all(stage._plain for stage in both) == (not at_once), "the logits of a few tokens exist at a time"
 
 

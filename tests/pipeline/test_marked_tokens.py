@@ -1,7 +1,5 @@
 """Tokens that are only given: no loss on them, and a microbatch counts by the tokens that are learnt."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 
@@ -10,16 +8,7 @@ import torch
 from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
-from small_stages import (
-    INNER,
-    VOCABULARY,
-    cuts,
-    drawn_ids,
-    make_stage,
-    prepared,
-    run_microbatch,
-    whole_optimiser,
-)
+from small_stages import INNER, VOCABULARY, cuts, drawn_ids, make_stage, prepared, run_microbatch, whole_optimiser
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -103,7 +92,7 @@ def test_a_window_is_one_mean_over_all_tokens_that_are_learnt(
             assert reply.loss == pytest.approx(losses.item() / reply.tokens, rel=1e-5)
             total = total + losses
         counted = sum(reply.tokens for reply in replies)
-        (total / counted).backward()  # type: ignore[no-untyped-call]
+        (total / counted).backward()
         for stage in stages:
             norm = torch.nn.utils.clip_grad_norm_([weights[name] for name in stage.names], INNER.clip_norm).item()
             report = stage.step(1e-3, counted / (SEQUENCES * LENGTH))
@@ -122,7 +111,6 @@ def test_a_microbatch_without_a_token_to_learn_changes_nothing(chunked: bool, mo
     stages, tokens = stages_of(2), marked(1, 0.5)
     none = train(stages, given(ids_of(tokens)))
     assert (none.loss, none.tokens) == (0.0, 0)
-    assert none.hidden is not None
     assert not none.hidden.any()
     some = train(stages, tokens)
     alone = stages_of(2)
@@ -170,7 +158,6 @@ def test_positions_begin_anew_with_each_row(sequences: list[list[bool]]) -> None
             places.append(0 if begun else places[-1] + 1)
         expected.append(places)
     if any(any(each[:width]) for each in sequences):
-        assert positions is not None
         assert positions.tolist() == expected
     else:
         assert positions is None
@@ -195,7 +182,7 @@ def test_rows_in_one_sequence_are_learnt_as_apart(family: str, choices: dict[str
     assert reply.tokens == sum(row.tokens for row, _ in apart) > 3
     assert reply.loss == pytest.approx(sum(row.loss * row.tokens for row, _ in apart) / reply.tokens, rel=1e-5)
     expected = sum(gradient for _, gradient in apart)
-    assert torch.dist(together, expected) <= 1e-5 * together.norm()  # type: ignore[arg-type]
+    assert torch.dist(together, expected) <= 1e-5 * together.norm()
 
 
 def test_a_row_of_a_sequence_in_a_subspace_is_learnt_as_apart() -> None:

@@ -4,8 +4,6 @@ Most of it is a model of many peers who decide from what they read of each other
 the decisions are the production's, the rest is a few lines of bookkeeping.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Moments that visit a GPU: what waits for what, on a GPU that is not torch's current one."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest
@@ -28,7 +26,7 @@ def test_the_computing_stream_is_that_of_the_stage_s_own_gpu(monkeypatch: pytest
     beside, seen = MomentsBeside(torch.device("cpu"), 1, 4), list[tuple[str, object]]()
     used, come = Event(seen), Event(seen)
     beside._device = SECOND
-    beside._places = [beside._places[0]._replace(come=come, used=used)]  # type: ignore[arg-type]
+    beside._places = [beside._places[0]._replace(come=come, used=used)]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
     monkeypatch.setattr(moments_beside, "_after", lambda *_: nullcontext())
     moments = (

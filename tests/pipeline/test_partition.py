@@ -1,7 +1,5 @@
 """Where a model is cut, and that the slices of any cut are the same model."""
 
-from __future__ import annotations
-
 import copy
 import math
 import resource

@@ -1,7 +1,5 @@
 """Placement: newcomers go where they are needed, spread over the stages, and nobody swings."""
 
-from __future__ import annotations
-
 import math
 from random import Random
 

@@ -1,7 +1,5 @@
 """Routes: fair over every few draws, random all the same; and suspicions: how long they last, and what ends them."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Spot checks over scripted replicas: who is called, what is taken for the gradient, and what it may cost."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import math
@@ -105,7 +103,7 @@ async def test_a_liar_is_struck_while_all_weights_are_equal(wrong: Callable[[tor
     assert {verdict.peer for verdict in peers.found} == {"b"}
     assert {verdict.usual for verdict in peers.found} == {0.0}, "a number, which a journal can keep"
     assert peers.shut_out == ["b"]
-    bad = [reply for reply in replies if isinstance(reply, Gradient) and not torch.equal(reply.hidden, TRUE)]  # type: ignore[arg-type]
+    bad = [reply for reply in replies if isinstance(reply, Gradient) and not torch.equal(reply.hidden, TRUE)]
     assert len(bad) <= 2, "before three others have answered"
 
 
@@ -148,7 +146,7 @@ async def test_a_liar_is_quarantined_and_while_it_is_checked_its_answers_do_no_h
     assert {verdict.peer for verdict in peers.found} == {"b"}
     assert [hop.peer for hop in peers.checks.hops()] == ["a", "c", "d"]
     assert peers.shut_out == ["b"]
-    bad = [reply for reply in replies if isinstance(reply, Gradient) and distance(reply.hidden, TRUE) > 1.0]  # type: ignore[arg-type]
+    bad = [reply for reply in replies if isinstance(reply, Gradient) and distance(reply.hidden, TRUE) > 1.0]
     assert len(bad) <= 12
     signed = Counter(reply.computed_by for reply in replies if isinstance(reply, Gradient))
     assert signed["b"] > len(bad), "another gradient, and the receipt of who was called"

@@ -1,7 +1,5 @@
 """One slice at work. The anchor: stages one after the other are single-process training of the whole model."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import NamedTuple
@@ -10,16 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_stages import (
-    INNER,
-    VOCABULARY,
-    cuts,
-    drawn_ids,
-    make_stage,
-    prepared,
-    run_microbatch,
-    whole_optimiser,
-)
+from small_stages import INNER, VOCABULARY, cuts, drawn_ids, make_stage, prepared, run_microbatch, whole_optimiser
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -242,7 +231,7 @@ def test_every_backward_runs_on_the_weights_of_its_forward(
             forward, weights, hidden = waiting.pop(place)
             gradient = torch.randn(forward.output.shape, generator=generator)
             ours, theirs = forward.backward(gradient), oracle.collect(weights, hidden, gradient)
-            assert (ours is None and theirs is None) or torch.equal(ours, theirs)  # type: ignore[arg-type]
+            assert (ours is None and theirs is None) or torch.equal(ours, theirs)
             collected += 1
         elif act == "s" and collected:
             assert stage.step(1e-2, collected).gradient_norm == oracle.step(collected)

@@ -1,7 +1,5 @@
 """Trials: what a sender risks with those who have shown nothing, and how an honest newcomer comes to its share."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Parts on their way to a device: what arrives, and when memory is written to again. No GPU is needed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -42,7 +40,7 @@ def staged() -> Upload:
     found = Upload(CPU)
     for _ in range(2):
         near = torch.zeros(upload.PART)
-        found._places.append(upload._Place(torch.zeros(upload.PART), near, Taken(near)))  # type: ignore[arg-type]
+        found._places.append(upload._Place(torch.zeros(upload.PART), near, Taken(near)))
     return found
 
 

@@ -1,7 +1,5 @@
 """The tensors of a checkpoint become the parameters of stages, as transformers itself would have it."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +14,7 @@ from checkpoints import LLAMA, write_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
+from user_errors import user_error
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.planning import checkpoint_map
@@ -82,9 +81,8 @@ def test_weights_of_another_model_are_refused_by_their_headers(family: str, tmp_
         lambda: check_files(prepared, stages, sorted(tmp_path.glob("*.safetensors"))),
         lambda: list(read_parameters(prepared, stages[0], sorted(tmp_path.glob("*.safetensors")))),
     ):
-        with pytest.raises(UserError, match="cannot be loaded") as caught:
+        with user_error(Exit.CONFIG, "cannot be loaded") as caught:
             look()
-        assert caught.value.code is Exit.CONFIG
         assert "does not fit the model" in caught.value.why
         assert ", not [" in caught.value.why
 

@@ -1,7 +1,5 @@
 """What a microbatch keeps of a graph, as planned from small models, against the stages themselves, for every family."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What `check` says: exact where it can be."""
 
-from __future__ import annotations
-
 import json
 from math import prod
 from typing import Any
@@ -11,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from user_errors import user_error
 
 from gossip.rounds.matching import steps_per_round
 from noloco_node.errors import Exit, UserError
@@ -138,11 +137,7 @@ def test_a_momentum_that_never_moves_is_worth_a_warning(period: int) -> None:
     assert any("never moves" in warning for warning in found.warnings) == (period > 20)
 
 
-@given(
-    early=st.integers(8, 100),
-    factor=st.floats(1 / 8, 8.0),
-    steps=st.integers(1000, 20_000),
-)
+@given(early=st.integers(8, 100), factor=st.floats(1 / 8, 8.0), steps=st.integers(1000, 20_000))
 def test_rounds_follow_the_course_of_the_steps_between_them(early: int, factor: float, steps: int) -> None:
     """Walked round by round, as a replica whose progress is even does."""
     late = max(8, round(early * factor))
@@ -218,7 +213,7 @@ def test_a_plan_counts_what_orthogonal_steps_take(family: str, sizes: dict[str, 
     machines = Machines(count=2, gpu_bytes=2**30, ram_bytes=2**33, flops=1e12, **line)
     shapes = [shape for name, shape in layout.shapes[0].items() if "layers" in name and len(shape) > 1]
     inside = [shape for shape in shapes if shape != (3, 64)]  # without routers
-    assert list(layout.matrices[0]) == inside
+    assert list(layout.sizes[0].matrices) == inside
     # Five times X X', its square, and their product with X.
     smaller = [(prod(shape[:-2]), *sorted(shape[-2:])) for shape in inside]
     operations = sum(5 * count * (4 * a * a * b + 2 * a**3) for count, a, b in smaller)
@@ -311,10 +306,9 @@ def test_check_says_what_would_help() -> None:
     ],
 )
 def test_a_model_that_does_not_fit_is_refused(architecture: str, change: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError) as caught:
+    with user_error(Exit.CONFIG) as caught:
         plan(run_with(architecture, {**LLAMA, **change}))
     assert says in str(caught.value)
-    assert caught.value.code == Exit.CONFIG
 
 
 def test_a_family_that_cannot_be_cut_is_refused() -> None:

@@ -1,7 +1,5 @@
 """Plans from machines: nothing is planned that does not fit, more never gives less, and presets keep their promise."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from math import log2
@@ -13,11 +11,12 @@ from command_line import printed, refused
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from user_errors import user_error
 
 from noloco_node.cli.run_file import MachineOptions
-from noloco_node.doctor.machine_checks import Grade, Need, judge_gpu, judge_memory
+from noloco_node.doctor.machine_checks import Grade, judge_gpu, judge_memory
 from noloco_node.errors import Exit, UserError
-from noloco_node.machine.memory import free_of_gpu
+from noloco_node.machine.memory import free_of_gpu, usable_bytes
 from noloco_node.planning import model_layout as model_layouts
 from noloco_node.planning.expectation import IDLE, describe_expectation
 from noloco_node.planning.model_layout import model_layout
@@ -180,7 +179,6 @@ def test_a_width_that_goes_into_no_blocks_gets_a_codec_without_blocks(codec: str
     model, pipeline = structs.replace(RUN.model, sizes=SIZES | {"hidden_size": 48}), RUN.pipeline
     odd = structs.replace(RUN, model=model, pipeline=structs.replace(pipeline, codec=codec))
     found = planned(structs.replace(LARGE, gpu_bytes=6.025e8, up_bytes_per_s=1e4), odd)
-    assert found is not None
     assert found.run.pipeline.codec == "bfloat16"
 
 
@@ -203,9 +201,8 @@ def test_no_layout_is_worked_out_twice_for_a_plan_and_for_what_is_said_of_it(mon
 
 
 def test_machines_on_which_nothing_fits_get_one_message() -> None:
-    with pytest.raises(UserError) as caught:
+    with user_error(Exit.CONFIG) as caught:
         plan_for(RUN, structs.replace(LARGE, gpu_bytes=1e5))
-    assert caught.value.code is Exit.CONFIG
     assert caught.value.what.startswith("run does not fit on 8 machines with 100 kB on the GPU")
     assert "6 stages" not in caught.value.what
     assert "--peers" in caught.value.hint
@@ -214,7 +211,6 @@ def test_machines_on_which_nothing_fits_get_one_message() -> None:
 def test_rounds_take_no_more_than_their_share_of_the_forecast() -> None:
     machines = structs.replace(LARGE, gpu_bytes=6.022e8, up_bytes_per_s=2e5)
     found = planned(machines)
-    assert found is not None
     needs = gpu_memories(found.run, found.layout, machines)
     again = forecast(found.run, found.layout, machines, needs)
     assert found.run.outer.inner_steps_per_round >= again.steps_per_round
@@ -229,7 +225,6 @@ def test_no_preset_leaves_the_devices_idle_that_it_is_meant_for(preset: str, tmp
     if preset == PRESETS[0]:
         assert said == printed("check", path, *shlex.split(machines))
     busy = re.search(r"stage are (\d+)% busy", said.replace("\n", " "))
-    assert busy is not None
     assert int(busy[1]) >= 100 * IDLE
     assert "Warning" not in said
 
@@ -297,7 +292,6 @@ def test_many_machines_keep_the_batch_or_say_what_becomes_of_it(
 def test_a_plan_keeps_to_the_windows_that_a_run_file_may_have() -> None:
     many = structs.replace(RUN.pipeline, sequence_length=64, microbatches_per_step=8, replicas=8192)
     found = planned(structs.replace(LARGE, count=1), structs.replace(RUN, pipeline=many))
-    assert found is not None
     validate(found.run)
 
 
@@ -329,16 +323,11 @@ def test_moments_lie_in_main_memory_where_a_stage_fits_in_no_other_way(gpu: str,
 def test_doctor_finds_what_is_planned_for_a_gpu_good_on_that_gpu(size: int) -> None:
     machines = structs.replace(LARGE, count=16, gpu_bytes=size, ram_bytes=32 * 2**30, flops=6e13)
     found = plan_for(decode_run(run_text("1b"), "preset"), machines)
-    gpus = [stage.gpu for stage in plan(found.run).stages]
-    needs = [
-        Need(number, 0, gpu.computing, gpu.beside, 0, gpu.coded_moments, gpu.rest_of_graph).placed(
-            free_of_gpu(size), machines.ram_bytes
-        )
-        for number, gpu in enumerate(gpus)
-    ]
+    free, main = free_of_gpu(size), machines.ram_bytes
+    needs = [stage.gpu.placed(usable_bytes(free), usable_bytes(main)) for stage in plan(found.run).stages]
     assert [(need.computing, need.beside) for need in needs] == [(each.computing, each.beside) for each in found.needs]
-    assert judge_memory(int(machines.ram_bytes), needs, beside_gpu=True).grade is Grade.GOOD
-    assert judge_gpu(int(free_of_gpu(size)), needs).grade is Grade.GOOD
+    assert judge_memory(int(main), [need.beside for need in needs]).grade is Grade.GOOD
+    assert judge_gpu(int(free), [need.computing for need in needs]).grade is Grade.GOOD
 
 
 def test_fewer_machines_than_a_run_plans_get_a_plan_of_their_own_and_no_forecast(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The forecast of a plan against production nodes in virtual time, on lines that are too narrow."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 

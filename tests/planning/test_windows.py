@@ -1,7 +1,5 @@
 """What windows cost in the forecast, against production nodes in virtual time, and what `check` advises by it."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The run files in docs/scenarios/runs are what `init` plans, and fit the machines that they name."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

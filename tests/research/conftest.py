@@ -1,7 +1,5 @@
 """What keeps runs of the laboratory short enough for a test."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The comparison of codecs of activations: its recipes are what their letters say, and its training trains."""
 
-from __future__ import annotations
-
 from math import isfinite, sqrt
 
 import pytest

@@ -1,7 +1,5 @@
 """Gossip by appointment: the moment that both sides agree on, what it does to lateness, and the page about it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from random import Random

@@ -1,7 +1,5 @@
 """A coded mean over all: what is sent in all is what was meant in all, whatever the bits and the weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

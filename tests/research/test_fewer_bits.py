@@ -1,7 +1,5 @@
 """What rounding does to the disagreement of replicas that meet in pairs."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest
@@ -29,7 +27,7 @@ def test_a_meeting_changes_the_variance_as_the_law_says(ratio: float, seed: int)
 def test_what_a_pair_has_together_stays_unless_it_wraps(bits: int, by: str, factor: float, seed: int) -> None:
     one, other = torch.randn(2, 2 * PROBED, generator=torch.Generator().manual_seed(seed))
     total = one + other
-    wrapped = meet(one, other, Code(bits, by, factor))  # type: ignore[arg-type]
+    wrapped = meet(one, other, Code(bits, by, factor))
     kept = ((one + other - total).abs() < 1e-4).float().mean()
     assert float(kept) >= 1.0 - 2.0 * wrapped - 1e-6
 

@@ -1,7 +1,5 @@
 """The downstream measure: a merged model is trained on another text, and the page compares what becomes of methods."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from random import Random
 

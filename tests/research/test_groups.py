@@ -1,7 +1,5 @@
 """How far apart replicas stay that average in groups."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

@@ -1,7 +1,5 @@
 """The laboratory's record, grid, runner, tables and command; and every method for a few steps."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import multiprocessing
@@ -256,7 +254,6 @@ class TestTables:
     @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=5))
     def test_a_figure_is_mean_and_deviation(self, values: list[float]) -> None:
         found = figure(values)
-        assert found is not None
         assert min(values) - 1e-9 <= found.mean <= max(values) + 1e-9
         assert (found.deviation is None) == (len(values) == 1)
         assert figure([*values, math.nan]) == (pytest.approx(math.nan, nan_ok=True), None, len(values) + 1)

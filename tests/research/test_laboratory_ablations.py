@@ -1,7 +1,5 @@
 """What the laboratory changes in a method: its laws, and every change for a few steps of a tiny model."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from functools import cache

@@ -1,7 +1,5 @@
 """Adapters in the laboratory: what each side trains, how far products of means are apart, and the page by formula."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The survey of both latency claims, small: its trees and waits against recursions worked out beside it."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """The map's comparison of methods, its verdicts, and its page from a record by formula."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from random import Random
 
@@ -45,7 +43,7 @@ def outcome(cell: Cell) -> Result:
 
 def pairs(method: str, count: int) -> list[tuple[Result, Result]]:
     names = (method, "gossip")
-    runs = [[outcome(at(map_cell(name, TUNED, 4), 1e-2, seed)) for name in names] for seed in range(count)]  # type: ignore[arg-type]
+    runs = [[outcome(at(map_cell(name, TUNED, 4), 1e-2, seed)) for name in names] for seed in range(count)]
     return [(one, other) for one, other in runs]
 
 
@@ -57,7 +55,6 @@ class TestVerdicts:
 
     def test_a_difference_has_the_size_of_what_was_put_in(self) -> None:
         found = difference(pairs("quorum_mean", 5))
-        assert found is not None
         assert found.nats == pytest.approx(0.1, abs=4 * found.error)
         assert 0.0 < found.error < 0.01
         assert difference([]) is None

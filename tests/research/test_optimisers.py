@@ -1,7 +1,5 @@
 """Optimisers inside replicas: what Muon steps, and the page that holds others against AdamW."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from random import Random
 

@@ -1,7 +1,5 @@
 """What defines each rival of others: where it is told to leave its own idea out, it is a method that is known."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import cache

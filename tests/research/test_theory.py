@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from user_errors import user_error
 
 from gossip.rule.outer_step import Outer, OuterState
 from gossip.rule.stability import stability_bound
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit
 from noloco_node.run.runfile import decode_run
 from research.theory.moments import (
     MANY,
@@ -164,9 +165,8 @@ def test_a_solo_step_coasts_and_a_deferral_leaves_everything() -> None:
 
 
 def test_the_diverging_run_file_is_refused() -> None:
-    with pytest.raises(UserError, match=r"outer\.gamma = 0\.7") as caught:
+    with user_error(Exit.CONFIG, r"outer\.gamma = 0\.7"):
         decode_run(RUN, "diverges.toml")
-    assert caught.value.code == Exit.CONFIG
     decode_run(RUN.replace("alpha = 0.9", "alpha = 0.5"), "converges.toml")
 
 

@@ -1,7 +1,5 @@
 """Runs under churn: when peers are away, when a group is formed, what is charged, and the methods for a few steps."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
@@ -45,7 +43,7 @@ members = st.sets(st.integers(0, 9), max_size=10)
 
 
 def cell(method: str = "gossip", conditions: Conditions = CALM, replicas: int = 3) -> Cell:
-    return replace(map_cell(method, conditions, replicas), learning_rate=1e-2, seed=1)  # type: ignore[arg-type]
+    return replace(map_cell(method, conditions, replicas), learning_rate=1e-2, seed=1)
 
 
 @cache
@@ -131,7 +129,7 @@ class TestQuorum:
 
     @given(st.integers(0, 12))
     def test_each_member_of_a_ring_sends_and_hears_once(self, count: int) -> None:
-        found = ring(range(count))  # type: ignore[arg-type]
+        found = ring(range(count))
         everybody = list(range(count)) if count > 1 else []
         assert sorted(one for one, _ in found) == sorted(other for _, other in found) == everybody
         assert all(one != other for one, other in found)

@@ -1,7 +1,5 @@
 """A run file is understood or refused with one sentence about one field; its digest is its meaning and nothing else."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -18,6 +16,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from user_errors import user_error
 
 from gossip.rule.outer_step import MOST
 from gossip.rule.stability import stability_bound, weighed_stability_bound
@@ -55,9 +54,8 @@ SECTIONS = ("model", "pipeline", "data", "inner", "outer", "adapter", "admission
 
 
 def refused(text: str) -> UserError:
-    with pytest.raises(UserError) as caught:
+    with user_error(Exit.CONFIG) as caught:
         decode_run(text, "here.toml")
-    assert caught.value.code == Exit.CONFIG
     assert caught.value.what.startswith("here.toml")
     return caught.value
 
@@ -142,11 +140,7 @@ def test_it_loads_without_torch_or_transformers() -> None:
             "2 percent",
         ),
         (MODEL + "[data]\ntokenizer = ''\n", "data.tokenizer", "byt5"),
-        (
-            MODEL + "[data]\nsource = 'json'\npath = 'x'\nform = 'messages'\n",
-            "data.chat_template = ''",
-            "chatml",
-        ),
+        (MODEL + "[data]\nsource = 'json'\npath = 'x'\nform = 'messages'\n", "data.chat_template = ''", "chatml"),
         (MODEL + f"[data]\ntokenizer_commit = '{COMMIT}'\n", "data.tokenizer_commit", "leave it out"),
         (MODEL + "[data]\ntokenizer = 'a/b'\ntokenizer_commit = 'main'\n", "data.tokenizer_commit", "40"),
         (MODEL + "[data]\npath = 'x'\n[[data.mixture]]\n", "data.path = 'x'", "[[data.mixture]]"),
@@ -292,9 +286,7 @@ VALUES = st.one_of(
 TABLES = st.fixed_dictionaries(
     {
         section: st.dictionaries(
-            st.sampled_from([f.name for f in fields_of(field.type)]) | st.text(max_size=3),
-            VALUES,
-            max_size=3,
+            st.sampled_from([f.name for f in fields_of(field.type)]) | st.text(max_size=3), VALUES, max_size=3
         )
         for field in fields_of(RunConfig)
         for section in [field.name]
@@ -542,17 +534,15 @@ def test_a_run_file_in_the_way_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     write_text(path, run_text("tiny"), overwrite=False)
     assert load_run(path).name == "tiny"
-    with pytest.raises(UserError, match="is there already") as caught:
+    with user_error(Exit.USAGE, "is there already"):
         write_text(path, run_text("125m"), overwrite=False)
-    assert caught.value.code == Exit.USAGE
     assert load_run(path).name == "tiny"
     write_text(path, run_text("125m"), overwrite=True)
     assert load_run(path).name == "125m"
     with pytest.raises(UserError, match="no preset 'huge'"):
         write_text(path, run_text("huge"), overwrite=True)
-    with pytest.raises(UserError) as caught:
+    with user_error(Exit.STORAGE):
         write_text(tmp_path / "no" / "run.toml", run_text("tiny"), overwrite=False)
-    assert caught.value.code == Exit.STORAGE
 
 
 NAMES_LIKE_PLACES = ["a - at b", "x - at `$.nowhere`", "x - at `$.model.sizes[...]`", "`", "missing required field `x`"]

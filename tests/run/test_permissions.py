@@ -1,11 +1,10 @@
 """A run file that others sent reads nothing of this machine that its owner has not named."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 
 import pytest
+from user_errors import user_error
 
 from noloco_node.data.encoding import open_tokenizer
 from noloco_node.errors import Exit, UserError
@@ -18,9 +17,8 @@ MODEL = '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_l
 def test_a_directory_is_named_only_where_it_is_allowed() -> None:
     run = decode_run(MODEL + '[data]\ntokenizer = "~/.ssh"\n', "a stranger's")
     ((_, path),) = run.local_paths()
-    with pytest.raises(UserError, match=r"data\.tokenizer") as caught:
+    with user_error(Exit.CONFIG, r"data\.tokenizer"):
         check_paths(run, ["/elsewhere"])
-    assert caught.value.code is Exit.CONFIG
     check_paths(run, ["/elsewhere", path])
 
 
@@ -28,9 +26,8 @@ def test_a_directory_is_named_only_where_it_is_allowed() -> None:
 def test_a_path_that_the_system_cannot_follow_is_refused_as_any_other(path: str) -> None:
     run = decode_run(f'{MODEL}[data]\ntokenizer = "{path}"\n', "a stranger's")
     for use in (partial(check_paths, run, ()), partial(open_tokenizer, run.data)):
-        with pytest.raises(UserError, match=r"data\.tokenizer") as caught:
+        with user_error(Exit.CONFIG, r"data\.tokenizer"):
             use()
-        assert caught.value.code is Exit.CONFIG
     check_paths(run, [run.data.tokenizer])
 
 
@@ -67,9 +64,8 @@ def test_a_directory_that_is_called_like_a_repository_is_a_path(
 
 def test_text_of_this_machine_is_read_where_its_owner_names_it() -> None:
     run = decode_run(MODEL + '[data]\nsource = "text"\npath = "~/.ssh/*"\n', "a stranger's")
-    with pytest.raises(UserError, match=r"\.ssh") as caught:
+    with user_error(Exit.CONFIG, r"\.ssh"):
         check_text(run, None)
-    assert caught.value.code is Exit.CONFIG
     check_text(run, "books/*.txt")
     check_text(decode_run(MODEL, "a stranger's"), None)
 

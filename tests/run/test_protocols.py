@@ -1,7 +1,5 @@
 """What two replicas may say to each other in a round is admitted exactly as the run's codec has it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
@@ -43,7 +41,6 @@ def heard(message: Any, said: Schema, by: Schema) -> Any:
         space[:count] = rest[:count]
         rest = rest[count:]
         found = intake.got(count)
-    assert found is not None
     return found.content
 
 

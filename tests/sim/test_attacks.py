@@ -1,7 +1,5 @@
 """What a tampered stage says instead of what it has computed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Peers come and go all day: what a churn stands for, and that a swarm lives through it without anybody's help."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from itertools import pairwise
@@ -132,7 +130,6 @@ def test_an_hour_of_comings_and_goings_stops_nobody() -> None:
         assert [session.wrong for session in peer.sessions if session.wrong] == []
         assert len(peer.sessions) == 1 + found.gone[name]
         node = peer.session.node
-        assert node is not None
         replica = node.replica
         assert replica is not None
         assert found.ended[name, peer.session.number] == "the run is over"

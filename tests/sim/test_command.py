@@ -1,7 +1,5 @@
 """`noloco-node simulate`: the figures fit together, the sentence is right, the output is what was asked for."""
 
-from __future__ import annotations
-
 import json
 import signal
 import struct

@@ -1,7 +1,5 @@
 """A run of two stages whose rosters are samples, from its beginning to its end."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

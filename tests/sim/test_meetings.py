@@ -1,7 +1,5 @@
 """The two sides of a meeting, compared: what rounding explains is no complaint, and what it does not is one."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """A simulation on a page: it is shown with its faults and its routes, and does not notice."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Scenario files: what they mean, and what is said about a mistake."""
 
-from __future__ import annotations
-
 import math
 import re
 from contextlib import suppress
@@ -12,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
+from user_errors import user_error
 
 from benchmarks.pipeline_efficiency.volunteers import text_of, volunteers
 from gossip.exchange.messages import Propose, Weights
@@ -24,13 +23,7 @@ from noloco_node.planning.windows import BACKWARD, FROZEN_BACKWARD
 from noloco_node.run.presets import run_text, write_text
 from noloco_node.run.runfile import load_run
 from noloco_node.sim.scenario import faults
-from noloco_node.sim.scenario.scenario import (
-    ROUNDS_OF_A_RUN,
-    Scenario,
-    SwarmConfig,
-    decode_scenario,
-    load_scenario,
-)
+from noloco_node.sim.scenario.scenario import ROUNDS_OF_A_RUN, Scenario, SwarmConfig, decode_scenario, load_scenario
 from noloco_node.sim.scenario.setup import FOREVER_S, base, build_setup
 from pipeline.messages import Gradient, Microbatch
 from tests.explorer.scenario_file import scenario_text
@@ -39,9 +32,8 @@ SMALL = "[swarm]\nstages = 2\nreplicas = 2\n"
 
 
 def refusal(text: str) -> str:
-    with pytest.raises(UserError) as caught:
+    with user_error(Exit.CONFIG) as caught:
         decode_scenario(text, "swarm.toml")
-    assert caught.value.code is Exit.CONFIG
     return str(caught.value)
 
 

@@ -1,7 +1,5 @@
 """A day of comings and goings: lives that are over are added up once and let go of, and no figure changes by it."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """A world of production nodes: faults strike when they should, and peers come back with what was on their disk."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
@@ -78,10 +76,7 @@ def fault(kind: str, at_s: float, fields: str = "") -> str:
 
 
 def test_a_crash_takes_effect_and_a_restart_goes_on_from_the_disk() -> None:
-    record, _ = seen(
-        fault("crash", 40.0, "peer = 's1r1'") + fault("restart", 60.0, "peer = 's1r1'"),
-        rounds=20,
-    )
+    record, _ = seen(fault("crash", 40.0, "peer = 's1r1'") + fault("restart", 60.0, "peer = 's1r1'"), rounds=20)
     assert [at for at, _ in record.faults] == [40.0, 60.0]
     at = [at for at, _ in record.of("s1r1", events.InnerStep)]
     assert not [moment for moment in at if 40.0 < moment < 60.0]
@@ -95,10 +90,10 @@ def test_a_crash_takes_effect_and_a_restart_goes_on_from_the_disk() -> None:
 def test_evaluations_of_a_simulated_pipeline_fall_with_its_training() -> None:
     record, _ = seen("evaluate_every_rounds = 2\n", rounds=16)
     made = [event for name in ("s0r0", "s0r1") for _, event in record.of(name, events.Evaluated)]
-    losses = [event.loss for event in sorted(made, key=lambda event: event.number)]  # type: ignore[attr-defined]
+    losses = [event.loss for event in sorted(made, key=lambda event: event.number)]
     assert len(losses) >= 7
     assert losses[-1] < 0.5 * losses[0]
-    trained = [event.loss for _, event in record.of("s0r0", events.InnerStep)]  # type: ignore[attr-defined]
+    trained = [event.loss for _, event in record.of("s0r0", events.InnerStep)]
     assert losses[-1] == pytest.approx(trained[-1], rel=0.3)
     said = [line for name in ("s0r0", "s0r1") for line in record.world.peers[name].session.said]
     assert sum("of the final weights" in line for line in said) == 1

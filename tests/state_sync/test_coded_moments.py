@@ -1,7 +1,5 @@
 """Moments as 8-bit codes travel, are kept and are taken over as codes; what a donor makes up is refused or harmless."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +9,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_swarms import Peer, recipe, until
+from memory_swarms import Peer, asked_to_leave, recipe, until
 from sample_counters import counters
 from torch import Tensor, nn
 from toy_gossip import at_once
+from user_errors import user_error
 
 from gossip.exchange.messages import Implausible, Parts, ReplicaState, Section
 from gossip.interface import OuterStepTaken
 from gossip.transfer.chunks import StateCut, gather, tensors_of
 from gossip.transfer.donor import Donor, DonorLimits
 from gossip.transfer.download import MomentBounds, check_values
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit
 from noloco_node.journal import events as journal_events
 from noloco_node.machine.interface import Reporter, StageModel
 from noloco_node.run.protocols import STATE, state_schema, topic
@@ -207,16 +206,14 @@ async def test_a_newcomer_of_a_coded_run_goes_on_from_codes_and_from_its_checkpo
     for peer in (first, second):
         moments = peer.stages[-1].optimiser_state().moments
         assert {moment.dtype for moment in moments} == {torch.int8, torch.float32}
-        peer.leave.set()
-        await peer.task
+        await asked_to_leave(peer)
     saved = second.saved
     assert saved is not None
     stage = second.stages[-1]
     from_checkpoint(stage, saved)
     other = _plain_form(saved)
-    with pytest.raises(UserError) as refused:
+    with user_error(Exit.CONFIG) as refused:
         from_checkpoint(stage, other)
-    assert refused.value.code is Exit.CONFIG
     assert "inner.state" in refused.value.hint
     with pytest.raises(ValueError, match="is not"):
         from_donor(stage, replace(state(1), slow=saved.tensors["slow"], optimiser=other.tensors["optimiser"]))

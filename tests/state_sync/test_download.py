@@ -1,7 +1,5 @@
 """A newcomer's copy over lines with a bandwidth: crashes at any instant on either side, liars, what a person reads."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import os
@@ -10,9 +8,10 @@ from random import Random
 from typing import Any, cast
 
 import pytest
+from dead_stage import killed
 from hypothesis import given
 from hypothesis import strategies as st
-from memory_swarms import Peer, recipe, until
+from memory_swarms import Peer, asked_to_leave, recipe, until
 from rich.console import Console
 from state_copies import LIKE, SHAPES, of_parts, same, state
 from toy_gossip import at_once
@@ -115,7 +114,7 @@ async def test_a_newcomer_killed_at_a_random_instant_resumes_from_its_disk(tmp_p
     assert isinstance(found, ReplicaState)
     assert same(found, state())
     resumed = world.told("resumed")
-    assert [event.what for event in world.events[:1]] == ["began"]  # type: ignore[union-attr]
+    assert [event.what for event in world.events[:1]] == ["began"]
     assert len(resumed) == 3
     held = [event.held_bytes for event in resumed]
     assert held == sorted(held)
@@ -259,19 +258,6 @@ async def swarm(hub: SimNetwork, replicas: int) -> list[Peer]:
     return peers
 
 
-async def end(*peers: Peer) -> None:
-    for peer in peers:
-        peer.leave.set()
-    async with asyncio.timeout(300):
-        await asyncio.gather(*[peer.task for peer in peers])
-
-
-async def crash(hub: SimNetwork, peer: Peer) -> None:
-    hub.kill(peer.name)
-    peer.task.cancel()
-    await asyncio.wait([peer.task])
-
-
 SLOW_LINE = Access(down_bytes_per_s=3000.0)
 
 
@@ -292,7 +278,7 @@ async def test_a_node_killed_while_it_catches_up_comes_back_and_is_met_only_then
     late = Peer(hub, what, "peer-late", 1, JOB_S, keep=keep)
     await until(lambda: len(late.of(journal_events.CatchUp)) == 1)
     await asyncio.sleep(rng.uniform(7.0, 12.0))
-    await crash(hub, late)
+    await killed(hub, [late])
     assert not caught_up(late)
     steps = len(peers[1].of(journal_events.InnerStep))
     late = Peer(hub, what, "peer-late", 1, JOB_S, keep=keep)
@@ -302,7 +288,7 @@ async def test_a_node_killed_while_it_catches_up_comes_back_and_is_met_only_then
     assert len(peers[1].of(journal_events.InnerStep)) > steps
     await until(lambda: any(event.partner == "peer-late" for event in peers[1].of(OuterStepTaken)))
     assert late.of(journal_events.CatchUp)[0].what == "resumed"
-    await end(late, *peers)
+    await asked_to_leave(late, *peers)
     assert os.listdir(tmp_path) == []
 
 
@@ -316,7 +302,7 @@ async def test_a_node_whose_donor_dies_goes_on_with_another() -> None:
     await asyncio.sleep(rng.uniform(3.0, 10.0))
     (donor,) = [peer for peer in old if peer.name == late.of(journal_events.CatchUp)[0].donor]
     (survivor,) = [peer for peer in old if peer is not donor]
-    await crash(hub, donor)
+    await killed(hub, [donor])
     await until(lambda: bool(late.of(journal_events.InnerStep)))
     events = late.of(journal_events.CatchUp)
     assert (events[-1].what, events[-1].donor) == ("done", survivor.name)
@@ -324,7 +310,7 @@ async def test_a_node_whose_donor_dies_goes_on_with_another() -> None:
     assert late.of(journal_events.InnerStep)[0].progress > 0.0
     assert late.copied_stages == [1], "what else it takes is made ready once, beside the copy"
     assert [peer.copied_stages for peer in (source, survivor)] == [[], []]
-    await end(late, survivor, source)
+    await asked_to_leave(late, survivor, source)
 
 
 async def test_a_newcomer_that_can_dial_nobody_says_so_and_keeps_trying() -> None:
@@ -344,7 +330,7 @@ async def test_a_newcomer_that_can_dial_nobody_says_so_and_keeps_trying() -> Non
     assert record.state is PeerState.CATCHING_UP
     hub.set_access("peer-old0", Access())
     await until(lambda: bool(late.of(journal_events.Started)))
-    await end(late, *peers)
+    await asked_to_leave(late, *peers)
 
 
 async def test_a_node_that_was_away_for_long_fetches_what_differs() -> None:
@@ -352,13 +338,13 @@ async def test_a_node_that_was_away_for_long_fetches_what_differs() -> None:
     what = recipe(replicas=3, steps=4000, per_round=4)
     peers = await swarm(hub, 2)
     gone = peers.pop()
-    await end(gone)
+    await asked_to_leave(gone)
     hub.kill(gone.name)
     rounds = gone.counters.round
     await until(lambda: peers[1].of(OuterStepTaken)[-1].round > rounds + 6)
     back = Peer(hub, what, gone.name, 1, JOB_S, saved=gone.saved)
     await until(lambda: bool(back.of(journal_events.InnerStep)))
     events = back.of(journal_events.CatchUp)
-    await end(back, *peers)
+    await asked_to_leave(back, *peers)
     assert events[-1].what == "done"
     assert 0 < events[-1].fetched_bytes <= events[-1].total_bytes

@@ -1,7 +1,5 @@
 """Which replicas of a stage belong in its mean, and the mean."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -86,8 +84,7 @@ def test_outliers_and_stragglers_stay_out_as_long_as_they_are_the_fewer(
 
 
 @given(
-    honest=st.lists(st.integers(90, 100), min_size=1, max_size=6),
-    claims=st.lists(st.integers(0, 2**40), max_size=6),
+    honest=st.lists(st.integers(90, 100), min_size=1, max_size=6), claims=st.lists(st.integers(0, 2**40), max_size=6)
 )
 def test_no_half_claims_a_round_by_which_others_leave(honest: list[int], claims: list[int]) -> None:
     claims = claims[: len(honest)]

@@ -1,7 +1,5 @@
 """Snapshots of other stages, and a stage that comes back from one."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import shutil
@@ -14,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from continued_runs import ADAPTER, Continued
-from dead_stage import forgotten, killed, over
+from dead_stage import forgotten, killed
 from hypothesis import given
 from hypothesis import strategies as st
-from memory_swarms import Memory, Peer, recipe, until
+from memory_swarms import Memory, Peer, asked_to_leave, recipe, until
 from msgspec import structs
 from sample_counters import counters
 
@@ -141,31 +139,29 @@ def test_who_asks_for_snapshots_comes_to_an_end(promised: bool, saved: bool, att
 # On a disk.
 
 
-def test_the_last_few_of_each_stage_are_kept_and_room_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.real_time
+async def test_the_last_few_of_each_stage_are_kept_and_room_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def made(stage: int, round: int) -> Checkpoint:
         return Checkpoint(
             counters(stage=stage, round=round, inner_steps=round), {"slow": (torch.full((4,), float(round)),)}
         )
 
-    async def main() -> None:
-        store = CheckpointStore(tmp_path / "checkpoint", tmp_path / "snapshots", "run", "me", pytest.fail)
-        assert await store.slow(0) is None
-        for round in (1, 2, 3):
-            for stage in (0, 1):
-                await store.keep(made(stage, round + stage))
-        assert [len(list(path.iterdir())) for path in (tmp_path / "snapshots").iterdir()] == 2 * [KEPT_SNAPSHOTS]
+    store = CheckpointStore(tmp_path / "checkpoint", tmp_path / "snapshots", "run", "me", pytest.fail)
+    assert await store.slow(0) is None
+    for round in (1, 2, 3):
         for stage in (0, 1):
-            found = await store.slow(stage)
-            assert found is not None
-            assert found.counters.round == 3 + stage
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=16))
-        with pytest.raises(OSError, match="should be"):
-            await store.keep(made(0, 9))
-        found = await store.slow(0)
-        assert found is not None
-        assert found.counters.round == 3
-
-    asyncio.run(main())
+            await store.keep(made(stage, round + stage))
+    assert [len(list(path.iterdir())) for path in (tmp_path / "snapshots").iterdir()] == 2 * [KEPT_SNAPSHOTS]
+    for stage in (0, 1):
+        found = await store.slow(stage)
+        assert found.counters.round == 3 + stage
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=16))
+    with pytest.raises(OSError, match="should be"):
+        await store.keep(made(0, 9))
+    found = await store.slow(0)
+    assert found.counters.round == 3
 
 
 # In a swarm.
@@ -191,7 +187,7 @@ async def test_a_stage_that_lost_all_its_replicas_comes_back_from_a_snapshot() -
     # Training goes on everywhere, and nothing was restarted.
     steps = len(keeper.of(journal_events.InnerStep))
     await until(lambda: len(keeper.of(journal_events.InnerStep)) >= steps + 5)
-    await over([keeper, rest[0], newcomer])
+    await asked_to_leave(keeper, rest[0], newcomer)
     assert all(each.counters.peer in ("a1", "b1", "newcomer") for each in store.kept[1])
     rounds = [each.counters.round for each in store.kept[1]]
     assert all(later - earlier >= 2 for earlier, later in pairwise(rounds))
@@ -230,7 +226,7 @@ async def test_of_snapshots_of_a_dead_stage_loss_tells_which_is_worth_anything(a
     assert newcomer.saved is None, "weights on trial are written nowhere"
     steps = len(newcomer.of(journal_events.InnerStep))
     await until(lambda: len(newcomer.of(journal_events.InnerStep)) >= steps + 10)
-    await over([*sources[alone:], newcomer])
+    await asked_to_leave(*sources[alone:], newcomer)
     disowned = newcomer.of(journal_events.Disowned)
     assert [each.loss > FAR * each.usual for each in disowned] == [True]
     assert newcomer.of(journal_events.InnerStep)[-1].loss < FAR * disowned[0].usual
@@ -250,13 +246,12 @@ async def test_without_a_snapshot_it_is_said_loudly_and_a_returning_checkpoint_i
     await asyncio.sleep(CLOCK_S)  # for so long its record is believed by whoever sees it for the first time
     back = Peer(hub, what, "back", 1, job_s=0.3, saved=saved)
     await until(lambda: len(back.of(journal_events.InnerStep)) >= 1)
-    assert saved is not None
     assert back.of(journal_events.InnerStep)[0].step == saved.counters.inner_steps + 1
     await killed(hub, [back])
     await until(lambda: forgotten(source, 1))
     stranger = Peer(hub, what, "stranger", 1, job_s=0.3)
     await until(lambda: len(stranger.of(journal_events.InnerStep)) >= 1)
-    await over([source, stranger])
+    await asked_to_leave(source, stranger)
     assert any("no snapshot of stage 1 is newer than our own" in line for line in back.said)
     assert not any("LOST" in line for line in back.said)
     assert any(line.startswith("STAGE 1 HAS LOST ITS WEIGHTS") for line in stranger.said)
@@ -289,7 +284,7 @@ async def test_a_run_of_one_stage_that_died_goes_on_from_the_checkpoint_that_com
     assert fresh.copied_stages == [0]
     assert not any(shelf.kept for shelf in shelves)
     assert not any("LOST" in line or "ANEW" in line for line in fresh.said)
-    await over([fresh, back])
+    await asked_to_leave(fresh, back)
 
 
 def test_who_offered_one_snapshot_and_gives_another_is_refused() -> None:
@@ -297,7 +292,7 @@ def test_who_offered_one_snapshot_and_gives_another_is_refused() -> None:
 
     def refused(round: int, norm: float) -> bool:
         counters = {"inner_steps": 0, "progress": 0.5, "optimiser_steps": 0, "meetings": 0, "last_met": 0}
-        given = Manifest(snapshot="", round=round, norm=norm, **counters)  # type: ignore[arg-type]
+        given = Manifest(snapshot="", round=round, norm=norm, **counters)
         return asyncio.run(objection("peer", given)) is not None
 
     assert not refused(40, 2.0)
@@ -325,7 +320,7 @@ async def test_what_goes_wrong_with_a_snapshot_costs_it_and_nothing_else(
     await until(lambda: any(said in line for line in keeper.said))
     store.refuses = None
     await until(lambda: 1 in store.kept)
-    await over([keeper, other])
+    await asked_to_leave(keeper, other)
     assert len([line for line in keeper.said if said in line]) == 1
     assert store.kept[1][0].counters.peer == "other"
 
@@ -349,7 +344,7 @@ async def test_a_stage_that_died_is_served_though_a_stranger_keeps_another_one_b
         await until(lambda: forgotten(keeper, 2))
         back = Peer(hub, what, "back", 2, job_s=0.3)
         await until(lambda: bool(back.of(journal_events.InnerStep)))
-    await over([keeper, others[0], back])
+    await asked_to_leave(keeper, others[0], back)
     assert any("reviving stage 2 from a snapshot" in line for line in back.said)
 
 
@@ -368,7 +363,7 @@ async def test_a_peer_that_left_a_stage_twice_offers_what_it_left_last_and_nothi
     )
     device: Any = SimpleNamespace(beside=beside)
     places = (hub.network("keeper"), device, archive, [shapes, shapes], lambda size: 60.0, lambda number: False)
-    server = snapshot_keeper.SnapshotServer(*places)  # type: ignore[arg-type]
+    server = snapshot_keeper.SnapshotServer(*places)
     for round in (5, 9):
         lying.append(Checkpoint(counters(round=round, stage=1), {"slow": (torch.ones(2),)}))
         await server.begin(own=0)
@@ -433,4 +428,4 @@ async def test_what_a_stranger_asks_for_is_bounded() -> None:
     assert (await ask_manifests(stranger, ["keeper"], WeightsOf(2, shapes[2], SNAPSHOT))).busy == 1
     told = await ask_manifests(stranger, ["other-1"], WeightsOf(1, shapes[1], STATE))
     assert told.manifests.keys() == {"other-1"}
-    await over([keeper, *others])
+    await asked_to_leave(keeper, *others)

@@ -1,7 +1,5 @@
 """What a newcomer or a restarted replica carries on, the gossip settings of a run file, and first losses."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from math import prod
@@ -113,7 +111,7 @@ def checkpoint(fast: tuple[Tensor, ...], gathered: tuple[Tensor, ...] = (), **to
     usual = {"run_id": "run", "stage": 0, "round": 4, "inner_steps": 80, "progress": 0.5, "samples": 1}
     moments = (torch.zeros(SIZE), torch.zeros(SIZE))
     tensors = {"slow": drawn(1), "momentum": drawn(2), "gathered": gathered, "fast": fast, "optimiser": moments}
-    return Checkpoint(Counters(**usual, optimiser_steps=80, **told), tensors)  # type: ignore[arg-type]
+    return Checkpoint(Counters(**usual, optimiser_steps=80, **told), tensors)
 
 
 @pytest.mark.parametrize("meetings", [0, 2])
@@ -217,7 +215,6 @@ def test_weights_that_are_far_worse_fail_and_not_for_ever(loss: float) -> None:
     for _ in range(JUDGEMENTS):
         assert start.failed([loss] * (JUDGED - 1), others) is None
         found = start.failed([loss], others)
-        assert found is not None
         assert found[1] == USUAL
     for _ in range(3):
         assert start.failed([loss] * JUDGED, others) is None

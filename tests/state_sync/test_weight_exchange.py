@@ -1,7 +1,5 @@
 """The weights that a run starts from travel from whoever has them, and lies are noticed."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -198,7 +196,6 @@ async def test_a_peer_that_had_nothing_is_asked_again_after_a_while(tmp_path: Pa
 @given(st.lists(st.booleans(), min_size=1, max_size=20), st.binary(max_size=4))
 async def test_what_a_peer_announces_costs_no_more_than_it_gives(has: list[bool], told: bytes) -> None:
     """Whatever a peer says that it has, right or wrong: it is asked for a piece in vain once, and all others come."""
-
     hub, asked, here = SimNetwork(), Counter[int](), set[FilePieceKey]()
 
     async def serve(peer: str, gives: Callable[[int], bool]) -> None:
@@ -273,7 +270,6 @@ async def test_a_disk_that_refuses_ends_it_with_a_sentence(tmp_path: Path, monke
     with pytest.raises(BaseExceptionGroup) as caught:
         await download.pieces(crowd.keys, ["owner"])
     trouble = user_error_of(caught.value)
-    assert trouble is not None
     assert trouble.code is Exit.STORAGE
     assert "cannot be kept" in trouble.what
     monkeypatch.setattr(store, "check_room", full)

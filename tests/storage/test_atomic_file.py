@@ -1,7 +1,5 @@
 """A file is whole or not there, a writer hears if the disk takes a part, and the bytes of a tensor are its values."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -18,9 +16,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from user_errors import user_error
 
 import noloco_node
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit
 from noloco_node.storage import atomic_file
 from noloco_node.storage.atomic_file import Array, bytes_of
 from pipeline.hardware.device_type import DEVICE_TYPES
@@ -169,9 +168,8 @@ def test_a_file_without_a_checksum_is_refused(tmp_path: Path) -> None:
 
 def test_a_disk_that_refuses_a_small_file_is_named_to_the_owner(tmp_path: Path) -> None:
     path = tmp_path / "nowhere" / "file"
-    with pytest.raises(UserError, match="cannot write") as caught:
+    with user_error(Exit.STORAGE, "cannot write"):
         atomic_file.write_whole(path, b"any")
-    assert caught.value.code is Exit.STORAGE
     atomic_file.write_whole(tmp_path / "file", b"any")
     assert (tmp_path / "file").read_bytes() == b"any"
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
@@ -212,3 +210,17 @@ def test_a_disk_that_refuses_a_small_file_is_said_once_until_it_takes_it(tmp_pat
     kept.path.parent.rmdir()
     assert not kept.write(b"4")
     assert len(said) == 2
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_directory_is_held_by_one_process_at_once_and_kept_if_something_is_left_in_it(
+    tmp_path: Path, left: bool
+) -> None:
+    beside = tmp_path / "new" / ".model.parts"
+    for _ in range(2):
+        with atomic_file.held(beside, tmp_path / "model"):
+            with user_error(Exit.USAGE, "Another process is writing"), atomic_file.held(beside, tmp_path):
+                pass
+            if left:
+                (beside / "a part").touch()
+        assert beside.exists() is left

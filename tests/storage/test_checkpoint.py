@@ -1,7 +1,5 @@
 """Checkpoints: one whole file or none, and one whole file always."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -40,7 +38,6 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     saved = checkpoint(7)
     path = save(tmp_path / "new" / "directory", saved)
     loaded = load_latest(tmp_path / "new" / "directory", "run")
-    assert loaded is not None
     assert loaded.counters == saved.counters
     for group in ("slow", "momentum"):
         assert all(torch.equal(a, b) for a, b in zip(loaded.tensors[group], saved.tensors[group], strict=True))
@@ -98,7 +95,6 @@ def test_a_damaged_file_costs_nothing_but_itself(tmp_path_factory: pytest.TempPa
     newer.write_bytes(raw)
     complaints: list[str] = []
     loaded = load_latest(directory, "run", complaints.append)
-    assert loaded is not None
     assert loaded.counters.inner_steps == 1
     # Where the damage made it another run's checkpoint, it is passed over without a word.
     assert len(complaints) <= 1
@@ -129,9 +125,7 @@ def test_a_disk_that_refuses_leaves_the_earlier_ones(
     assert steps_found(tmp_path) == 9
 
 
-def test_a_process_killed_at_random_instants_leaves_a_whole_checkpoint_every_time(
-    tmp_path: Path,
-) -> None:
+def test_a_process_killed_at_random_instants_leaves_a_whole_checkpoint_every_time(tmp_path: Path) -> None:
     told = kill_many(tmp_path, kills=10, megabytes=4, seed=1)
     assert told.whole == 10
     assert told.saved >= 10

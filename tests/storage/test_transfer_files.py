@@ -1,7 +1,5 @@
 """A donor's copy on the disk, and a newcomer's pieces there: whatever becomes of process or disk, they are right."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import gc
@@ -95,7 +93,6 @@ def test_whole_pieces_are_used_and_the_same_copy_asked_for(tmp_path: Path) -> No
     first = heard.pieces["donor"]
     keep = partial(tmp_path)
     manifest, settled = keep.last()
-    assert manifest is not None
     assert manifest.snapshot == heard.manifests[0].snapshot
     assert all(map(torch.equal, [manifest.slow], [heard.manifests[0].slow]))
     assert settled == frozenset()

@@ -1,15 +1,14 @@
 """The files of a checkpoint on a disk: nothing is believed that a digest of the run file does not say."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path
 
 import pytest
+from user_errors import user_error
 from weight_files import write_file
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit
 from noloco_node.storage.weight_store import FilePieceKey, WeightStore
 
 
@@ -25,10 +24,9 @@ def test_a_directory_holds_the_weights_or_is_refused_in_a_sentence(tmp_path: Pat
         (tmp_path / "no", files, "a.safetensors cannot be read: No such file or directory"),
         (tmp_path, [], "the run file lists none"),
     ):
-        with pytest.raises(UserError, match="are not those that the run starts from") as caught:
+        with user_error(Exit.CONFIG, "are not those that the run starts from") as caught:
             WeightStore.whole(directory, given)
         assert why in caught.value.why
-        assert caught.value.code is Exit.CONFIG
     assert store.read(FilePieceKey(1, 3)) is None, "a piece that has changed since is not given"
     assert store.read(FilePieceKey(1, 9)) is None
 

@@ -1,7 +1,5 @@
 """Keys by number, of which 0 is the owner's, and tickets of a run."""
 
-from __future__ import annotations
-
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission.admission_hook import AdmissionHook

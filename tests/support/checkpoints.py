@@ -1,7 +1,5 @@
 """Small checkpoints as transformers writes them, and runs that go on from them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The command line, in the process of the test."""
 
-from __future__ import annotations
-
 from typer.testing import CliRunner
 
 from noloco_node.cli.main import app

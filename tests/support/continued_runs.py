@@ -1,7 +1,5 @@
 """A run that goes on from a checkpoint, and what its nodes are given: all of the model, or parts to fetch the rest."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

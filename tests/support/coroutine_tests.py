@@ -1,7 +1,5 @@
 """Tests that are coroutine functions: a decorator runs each as its module runs coroutines."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -19,9 +17,9 @@ def run_by(runner: Callable[..., Any], *before: Any, gives: int = 0, **options: 
             runner(*before, partial(function, **arguments), **options)
 
         signature = inspect.signature(function)
-        test.__signature__ = signature.replace(parameters=[*signature.parameters.values()][gives:])  # type: ignore[attr-defined]
+        test.__signature__ = signature.replace(parameters=[*signature.parameters.values()][gives:])
         test.__name__, test.__doc__, test.__module__ = function.__name__, function.__doc__, function.__module__
-        test.pytestmark = getattr(function, "pytestmark", [])  # type: ignore[attr-defined]
+        test.pytestmark = getattr(function, "pytestmark", [])
         return test
 
     return decorate

@@ -1,7 +1,5 @@
 """What tests of a stage that died share."""
 
-from __future__ import annotations
-
 import asyncio
 
 from memory_swarms import Peer
@@ -16,12 +14,6 @@ async def killed(hub: SimNetwork, peers: list[Peer]) -> None:
         hub.kill(peer.name)
         peer.task.cancel()
     await asyncio.wait([peer.task for peer in peers])
-
-
-async def over(peers: list[Peer]) -> None:
-    for peer in peers:
-        peer.leave.set()
-    await asyncio.gather(*[peer.task for peer in peers])
 
 
 def forgotten(watcher: Peer, stage: int) -> bool:

@@ -1,7 +1,5 @@
 """A stand-in for the Hugging Face hub: it takes one user's token, makes models and keeps what is sent to them."""
 
-from __future__ import annotations
-
 import base64
 import json
 import threading

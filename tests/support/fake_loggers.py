@@ -1,7 +1,5 @@
 """Stand-ins for the packages that draw curves: they keep what they are told."""
 
-from __future__ import annotations
-
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType

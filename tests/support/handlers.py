@@ -1,7 +1,5 @@
 """Handlers of a conversation that tests of several networks serve."""
 
-from __future__ import annotations
-
 import asyncio
 
 from noloco_node.network.interface import Conversation

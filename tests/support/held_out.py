@@ -1,7 +1,5 @@
 """Held-out text in memory."""
 
-from __future__ import annotations
-
 import asyncio
 
 from noloco_node.data.held_out_text import HeldOutText
@@ -33,7 +31,7 @@ class Held:
         return self._prompts
 
     async def best_loss(self) -> float | None:
-        return min((each.counters.held_out_loss for each in self.kept), default=None)  # type: ignore[attr-defined]
+        return min((each.counters.held_out_loss for each in self.kept), default=None)
 
     async def keep(self, evaluated: Checkpoint) -> None:
         if self.full:

@@ -1,7 +1,5 @@
 """Results of the laboratory that no run has made: a test of a page says what the page compares."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from research.laboratory.experiments.cell import Cell, Result

@@ -3,8 +3,6 @@
 python local_member.py PROGRAM ARGUMENT...
 """
 
-from __future__ import annotations
-
 import functools
 import runpy
 import sys
@@ -14,5 +12,5 @@ import noloco_node
 if __name__ == "__main__":
     del sys.argv[0]
     near = functools.partial(noloco_node.GossipOptimizer, listen=["/ip4/127.0.0.1/tcp/0"], refresh=1.0)
-    noloco_node.GossipOptimizer = near  # type: ignore[misc, assignment]
+    noloco_node.GossipOptimizer = near
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,7 +1,5 @@
 """A whole swarm of production nodes in memory and virtual time: real tiny models, real routing, gates and rounds."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping
 from random import Random
@@ -81,7 +79,7 @@ class Text:
     def __init__(self, run: Any, peer: str) -> None:
         self.failure: Exception | None = None
         self._shape = (run.pipeline.microbatch_size, run.pipeline.sequence_length + 1)
-        self._seed, self.drawn = Random(f"{run.seed}|{peer}").randrange(2**31), []  # type: ignore[var-annotated]
+        self._seed, self.drawn = Random(f"{run.seed}|{peer}").randrange(2**31), []
 
     async def draw(self) -> Tensor:
         if self.failure is not None:
@@ -226,11 +224,23 @@ class Peer:
     @property
     def counters(self) -> Counters:
         """Those of its last checkpoint."""
-        assert self.saved is not None
         return self.saved.counters
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
+
+
+async def ended(*peers: Peer, within_s: float = 600.0) -> None:
+    """Wait until these have ended, without an error."""
+    async with asyncio.timeout(within_s):
+        await asyncio.gather(*[peer.task for peer in peers])
+
+
+async def asked_to_leave(*peers: Peer, within_s: float = 300.0) -> None:
+    """Ask these to leave, and wait until they have."""
+    for peer in peers:
+        peer.leave.set()
+    await ended(*peers, within_s=within_s)
 
 
 async def until(condition: Callable[[], bool], patience_s: float = 600.0) -> None:

@@ -5,8 +5,6 @@ process like any other, with a session, arguments, environment, files and a daem
 who tests how a command starts, starts it as a person does.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import gc

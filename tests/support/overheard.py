@@ -4,8 +4,6 @@ A `Cast` is a hub and its peers, production nodes with quadratic models for stag
 and who goes.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -84,7 +82,7 @@ class Cast:
         self.listen: Tell | None = None
         replicas = setting.run.pipeline.replicas
         self.peers = {
-            name: SimulatedPeer(name, number // replicas, setting, self, self._hear)  # type: ignore[arg-type]
+            name: SimulatedPeer(name, number // replicas, setting, self, self._hear)
             for number, name in enumerate(setting.peers)
         }
 
@@ -111,14 +109,12 @@ class Cast:
     def replica(self, name: str) -> Replica:
         """Return the replica of a peer that has a stage."""
         node = self.peers[name].session.node
-        assert node is not None
         assert node.replica is not None
         return node.replica
 
     def roster(self, name: str) -> Roster:
         """Return the roster as a peer has it."""
         node = self.peers[name].session.node
-        assert node is not None
         return node.roster
 
     def of_stage(self, stage: int) -> list[SimulatedPeer]:
@@ -127,9 +123,7 @@ class Cast:
 
 def nothing_is_held(peer: SimulatedPeer) -> None:
     """Check that a node that has ended holds no slot, no place in a queue, no waiting microbatch and no open round."""
-    assert peer.session.node is not None
     replica = peer.session.node.replica
-    assert replica is not None
     assert replica.admission.in_flight == replica.admission.queued == 0
     assert replica.next_stage is None or replica.next_stage.statistics()["waiting"] == 0
     found = replica.rounds.statistics()

@@ -1,20 +1,10 @@
 """Views for tests of the page: a swarm of any size, and one whose peers say what they like."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import msgspec
 
-from noloco_node.observe.swarm_view import (
-    Change,
-    Course,
-    PeerView,
-    Route,
-    RunTotals,
-    SwarmView,
-    swarm_view,
-)
+from noloco_node.observe.swarm_view import PeerView, Route, RunTotals, SwarmObserver, SwarmView
 
 BEGUN = 1.7e9
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J\u202e<script>alert(2)</script>"
@@ -67,8 +57,9 @@ def view_of(peers: int, stages: int, moment: int = 0, name: str = "a swarm", wor
         tokens_per_s=500.0,
         trouble=words or None,
     )
-    changes = [Change(at=BEGUN + moment, name=words or "00000001", text=words or f"came at moment {moment}")]
-    return swarm_view(totals, stages, there, changes, Course(), BEGUN + moment, routes)
+    observer = SwarmObserver()
+    observer.tell(words or "00000001", words or f"came at moment {moment}", BEGUN + moment)
+    return observer.put_together(totals, stages, there, BEGUN + moment, routes)
 
 
 def with_course(view: SwarmView, moments: int, make: Callable[[int], SwarmView]) -> SwarmView:

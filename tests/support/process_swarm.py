@@ -1,7 +1,5 @@
 """A small swarm of real processes: its run file, its bootstrap peer, its nodes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ EVENTS is a directory for the whole events and reports of the simulations, of wh
 two commits, they show line by line what the digests say in one word. Look at all differences before they are committed.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The metadata of checkpoints for tests, whatever a test does not name being of no meaning."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from noloco_node.storage.checkpoint import Counters, EvaluatedCounters

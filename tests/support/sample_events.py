@@ -1,7 +1,5 @@
 """Events of a node, and histories of them, for tests of journals and views."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from noloco_node.observe.peer_history import PeerHistory
 def inner(step: int, at: float = 0.0, **others: Any) -> events.InnerStep:
     """Return an inner step of half a second in a run of a hundred."""
     usual = {"progress": step / 100, "loss": 3.0, "tokens": 4096, "seconds": 0.5, "learning_rate": 1e-3}
-    return events.InnerStep(at=at, step=step, **usual | others)  # type: ignore[arg-type]
+    return events.InnerStep(at=at, step=step, **usual | others)
 
 
 def started(peer: str, stage: int, at: float = 100.0, **others: Any) -> events.Started:

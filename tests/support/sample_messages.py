@@ -1,7 +1,5 @@
 """Messages for tests of conversations: a short one, and one with as many numbers as the test needs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

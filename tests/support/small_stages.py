@@ -1,7 +1,5 @@
 """Stages of small decoders, built as a node builds them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """States large enough for some dozens of pieces, donors of them in a toy world, and what becomes of a copy."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any

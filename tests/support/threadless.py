@@ -1,7 +1,5 @@
 """Code that hands work to a thread, for which virtual time would not wait."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Each worker process imports this module, and nothing here imports torch.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time

@@ -3,8 +3,6 @@
 Runs in virtual time. A test may tamper with every message on its way: change it, swallow it, or cut the line.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -247,6 +245,21 @@ class Toy:
         return [event for event in self.events if isinstance(event, MeetingLost)]
 
 
+@asynccontextmanager
+async def gossiping(*toys: Toy) -> AsyncIterator[None]:
+    """Let toys gossip while something else has them train."""
+    runners = [asyncio.create_task(toy.rounds.run(), name=f"{toy.name} gossips") for toy in toys]
+    try:
+        yield
+    finally:
+        for runner in runners:
+            runner.cancel()
+        await asyncio.wait(runners)
+        for runner in runners:
+            if not runner.cancelled() and (bug := runner.exception()) is not None:
+                raise bug
+
+
 async def live(
     toys: list[Toy], steps: dict[str, int] | int, end: Callable[[Toy], Awaitable[None]] | None = None
 ) -> None:
@@ -257,15 +270,6 @@ async def live(
         if end is not None:
             await end(toy)
 
-    runners = [asyncio.create_task(toy.rounds.run(), name=f"{toy.name} gossips") for toy in toys]
-    try:
-        async with asyncio.TaskGroup() as group:
-            for toy in toys:
-                group.create_task(one(toy), name=f"{toy.name} trains")
-    finally:
-        for runner in runners:
-            runner.cancel()
-        await asyncio.wait(runners)
-        for runner in runners:
-            if not runner.cancelled() and (bug := runner.exception()) is not None:
-                raise bug
+    async with gossiping(*toys), asyncio.TaskGroup() as group:
+        for toy in toys:
+            group.create_task(one(toy), name=f"{toy.name} trains")

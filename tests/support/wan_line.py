@@ -7,8 +7,6 @@ Run in the namespace of a router: packets that the kernel routes to the device `
 back to the kernel by the device `early`, from where they go their way. Not every kernel has netem; all have TUN.
 """
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Files as weights lie in them, of no meaning."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Invites: what is formatted is parsed, and what is wrong is named."""
 
-from __future__ import annotations
-
 import contextlib
 import string
 from pathlib import Path
@@ -11,6 +9,7 @@ import pytest
 from admission_keys import public
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from user_errors import user_error
 
 from noloco_node.admission.ticket import KEY_HEADER, peer_of
 from noloco_node.errors import Exit, UserError
@@ -48,9 +47,8 @@ def test_an_invite_is_found_in_a_home_where_none_is_given(tmp_path: Path) -> Non
     assert invite.found(text, tmp_path) == text
     assert invite.found("nonsense", tmp_path) == "nonsense", "parsing says what is wrong with it"
     for given_home in (None, str(tmp_path)):
-        with pytest.raises(UserError, match="no invite") as caught:
+        with user_error(Exit.CONFIG, "no invite"):
             invite.found(given_home, tmp_path)
-        assert caught.value.code is Exit.CONFIG
     (tmp_path / "invite").write_text(f"{text}\n")
     assert invite.found(None, tmp_path) == invite.found(str(tmp_path), Path("elsewhere")) == text
 
@@ -157,9 +155,7 @@ def test_a_home_that_comes_back_by_peers_that_it_met_keeps_the_way_to_them(tmp_p
         st.lists(st.builds(place, st.integers(1, 200), st.integers(1, 60_000)), max_size=6), min_size=1, max_size=4
     )
 )
-def test_a_home_that_joins_by_its_own_invite_again_and_again_keeps_the_way_into_the_swarm(
-    met: list[list[str]],
-) -> None:
+def test_a_home_that_joins_by_its_own_invite_again_and_again_keeps_the_way_into_the_swarm(met: list[list[str]]) -> None:
     """Each start may listen on another port, and so may the peers that it meets; our own record is among theirs."""
     with TemporaryDirectory() as directory:
         home, (bootstrap,) = home_of(1, Path(directory)), ADDRESSES[:1]
@@ -206,19 +202,17 @@ def test_an_address_is_split_into_place_and_peer() -> None:
     ],
 )
 def test_what_is_wrong_is_named(text: str, words: str) -> None:
-    with pytest.raises(UserError) as trouble:
+    with user_error(Exit.CONFIG) as trouble:
         invite.parse(text)
-    assert trouble.value.code is Exit.CONFIG
     with pytest.raises(ValueError, match=words):
         raise ValueError(trouble.value.why)
 
 
 @pytest.mark.parametrize(("version", "words"), [(1, "an older protocol"), (WIRE_VERSION + 1, "a newer protocol")])
 def test_an_invite_of_another_version_says_which_of_the_two_is_older(version: int, words: str) -> None:
-    with pytest.raises(UserError, match="another version") as trouble:
+    with user_error(Exit.OTHER_RUN, "another version") as trouble:
         invite.parse(f"noloco{version}:{DIGEST}@{ADDRESSES[0]}")
     assert words in trouble.value.why
-    assert trouble.value.code is Exit.OTHER_RUN
 
 
 @given(st.text(string.printable, max_size=80))
@@ -251,9 +245,8 @@ def test_an_announced_address_is_one_that_others_can_dial() -> None:
     without_port = ("/ip4/192.0.2.1/tcp/0", "/ip4/192.0.2.1", "", "nonsense", "/dns4/example.org/udp/0/quic-v1")
     nowhere = ("/tcp/4001", "/p2p-circuit/tcp/1", "/ip4/192.0.2.1/udp/4001", ADDRESSES[0], "192.0.2.1:4001")
     for text in (*without_port, *nowhere):
-        with pytest.raises(UserError) as trouble:
+        with user_error(Exit.CONFIG) as trouble:
             check_announce([text])
-        assert trouble.value.code is Exit.CONFIG
         check_announce([trouble.value.hint.partition("like ")[2].partition(";")[0]])
 
 
@@ -267,6 +260,5 @@ def test_every_interface_is_no_address_to_announce() -> None:
 def test_addresses_to_listen_on_are_checked() -> None:
     check_listen(["/ip4/127.0.0.1/tcp/0", "/ip4/127.0.0.1/udp/0/quic-v1"])
     for text in ("/ip4/127.0.0.1", "/dns4/example.org/tcp/4001", "127.0.0.1:4001", ""):
-        with pytest.raises(UserError) as trouble:
+        with user_error(Exit.CONFIG):
             check_listen([text])
-        assert trouble.value.code is Exit.CONFIG

@@ -1,7 +1,5 @@
 """Stages too large for everybody to know everybody: who is found, what is estimated, and what a reader reads."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter
@@ -100,11 +98,23 @@ class Crowd:
             self.published[name, key] += 1
             return await publish(key, subkey, value, lifetime_s)
 
-        network.read_all = noted  # type: ignore[method-assign]
-        network.publish = counted  # type: ignore[method-assign]
+        network.read_all = noted
+        network.publish = counted
         membership = Membership(network, "run", 1, unix_time=lambda: 1e9 + self.loop.time())
         await membership.claim(record(name))
         self.members[name] = membership, asyncio.create_task(membership.run())
+
+    async def join_all(self, count: int) -> None:
+        """Let them join one after the other, until there are so many."""
+        for number in range(len(self.members), count):
+            await self.join(f"p{number}")
+
+    async def lie(self, liars: int, depth: int, serial: int = 1) -> None:
+        """Let so many say a depth under the key of the whole stage; a name costs them nothing."""
+        for name in islice((n for n in map("liar {}".format, count()) if written(n, depth)[-1].depth == 0), liars):
+            raw = encode_record(Published(serial, record(name), 1e9 + self.loop.time(), 300.0, depth))
+            network = self.hub.peer(name) or self.hub.network(name)
+            await network.publish("run/stage/0", name, raw, 300.0)
 
     async def leave(self, name: str) -> None:
         membership, task = self.members.pop(name)
@@ -127,14 +137,12 @@ class Crowd:
 
 async def test_a_stage_grows_into_shards_and_shrinks_back_and_nobody_gets_lost() -> None:
     crowd = Crowd()
-    for number in range(MOST_IN_SHARD):
-        await crowd.join(f"p{number}")
+    await crowd.join_all(MOST_IN_SHARD)
     await asyncio.sleep(30.0)
     assert {len(roster.stage(0)) for roster in crowd.rosters} == {MOST_IN_SHARD}
     assert not any(roster.is_sample for roster in crowd.rosters)
     assert {key for key in crowd.keys if "/stage/" in key} == {"run/stage/0"}, "as it was before there were shards"
-    for number in range(MOST_IN_SHARD, 140):
-        await crowd.join(f"p{number}")
+    await crowd.join_all(140)
     for _ in range(30):
         await asyncio.sleep(10.0)
         assert crowd.known() == crowd.members.keys(), "each is known to somebody, whatever depths they have"
@@ -162,8 +170,6 @@ async def test_a_stage_grows_into_shards_and_shrinks_back_and_nobody_gets_lost()
     await asyncio.sleep(4 * READ_S)
     assert {len(roster.stage(0)) for roster in crowd.rosters} == {20}
     assert not any(roster.is_sample for roster in crowd.rosters)
-    for _, task in crowd.members.values():
-        task.cancel()
 
 
 async def test_of_a_stage_that_begins_large_each_keeps_a_sample_from_its_first_reading_on() -> None:
@@ -179,8 +185,6 @@ async def test_of_a_stage_that_begins_large_each_keeps_a_sample_from_its_first_r
     assert crowd.known() == crowd.members.keys()
     for roster in crowd.rosters:
         assert abs(roster.size(0).peers - 200) <= 5.0 * roster.size(0).error * 200
-    for _, task in crowd.members.values():
-        task.cancel()
 
 
 @given(st.lists(st.integers(0, 3), min_size=20, max_size=80), st.integers(1, 3))
@@ -206,16 +210,10 @@ def test_what_a_reading_of_these_shards_and_their_parents_would_show_is_not_forg
 
 async def test_names_that_say_a_great_depth_displace_nobody() -> None:
     crowd = Crowd()
-    names = list(islice((n for n in map("liar {}".format, count()) if written(n, 4)[-1].depth == 0), 100))
-    for name in names:
-        raw = encode_record(Published(1, record(name), 1e9 + crowd.loop.time(), 300.0, 4))
-        await crowd.hub.network(name).publish("run/stage/0", name, raw, 300.0)
-    for number in range(20):
-        await crowd.join(f"p{number}")
+    await crowd.lie(100, depth=4)
+    await crowd.join_all(20)
     newcomer, _ = crowd.members["p19"]
     assert {each.peer for each in newcomer.roster.stage(0)} >= crowd.members.keys()
-    for _, task in crowd.members.values():
-        task.cancel()
 
 
 async def test_sources_that_all_know_each_other_tell_a_large_later_stage_that_they_have_finished() -> None:
@@ -238,7 +236,7 @@ async def test_sources_that_all_know_each_other_tell_a_large_later_stage_that_th
     await asyncio.gather(*(begin(f"s{number}", 0) for number in range(12)), *(begin(name, 1) for name in names))
     await asyncio.sleep(120.0)
     assert members["s0"].roster.is_sample
-    watching = [asyncio.create_task(watch(name)) for name in names]
+    tasks |= {f"watch {name}": asyncio.create_task(watch(name)) for name in names}
     for name in (f"s{number}" for number in range(12)):
         members[name].update(record(name, 0, samples=1000, state=PeerState.FINISHED))
         await asyncio.sleep(3.0)
@@ -246,8 +244,6 @@ async def test_sources_that_all_know_each_other_tell_a_large_later_stage_that_th
         await members[name].withdraw()
     await asyncio.sleep(120.0)
     assert seen == set(names)
-    for task in (*watching, *tasks.values()):
-        task.cancel()
 
 
 @pytest.mark.parametrize(("progress", "pause_s"), [(NEARLY_OVER, LEAST_PAUSE_S), (0.5, ALONE_S)])
@@ -325,43 +321,29 @@ async def test_a_sample_is_read_as_often_as_our_work_needs(own: int, stage: int,
 @pytest.mark.parametrize("liars", [1, 3])
 async def test_a_few_that_say_that_a_stage_is_large_do_not_make_its_rosters_samples(liars: int) -> None:
     crowd = Crowd()
-    for number in range(4):
-        await crowd.join(f"p{number}")
-    names = (f"liar {number}" for number in count())
-    for name in islice((name for name in names if written(name, 3)[-1].depth == 0), liars):
-        raw = encode_record(Published(1, record(name), 1e9 + crowd.loop.time(), 300.0, 3))
-        await crowd.hub.network(name).publish("run/stage/0", name, raw, 300.0)
+    await crowd.join_all(4)
+    await crowd.lie(liars, depth=3)
     await asyncio.sleep(30.0)
     assert {len(roster.stage(0)) for roster in crowd.rosters} == {4 + liars}, "all know all"
     assert not any(roster.is_sample for roster in crowd.rosters)
-    for name in list(crowd.members):
-        await crowd.leave(name)
 
 
 @pytest.mark.parametrize(("honest", "liars"), [(1, 2), (6, 12)])
 async def test_more_liars_than_honest_under_one_key_do_not_end_receipts(honest: int, liars: int) -> None:
     """A new stage has few honest peers, and names cost nothing."""
     crowd = Crowd()
-    for number in range(honest):
-        await crowd.join(f"p{number}")
-    names = list(islice((n for n in map("liar {}".format, count()) if written(n, 8)[-1].depth == 0), liars))
-    networks = {name: crowd.hub.network(name) for name in names}
+    await crowd.join_all(honest)
     for serial in range(1, 8):
-        for name, network in networks.items():
-            raw = encode_record(Published(serial, record(name), 1e9 + crowd.loop.time(), 300.0, 8))
-            await network.publish("run/stage/0", name, raw, 300.0)
+        await crowd.lie(liars, depth=8, serial=serial)
         await asyncio.sleep(10.0)
         assert not any(roster.is_sample for roster in crowd.rosters)
         assert crowd.known() >= (crowd.members.keys() if honest > 1 else set())
-    for name in list(crowd.members):
-        await crowd.leave(name)
 
 
 async def test_peers_of_a_shard_that_cannot_be_read_stay() -> None:
     """Of a stage of two shards a reader knows everybody, and shall not lose half of them for one silent key."""
     crowd = Crowd()
-    for number in range(100):
-        await crowd.join(f"p{number}")
+    await crowd.join_all(100)
     await asyncio.sleep(80.0)
     membership, _ = crowd.members["p7"]
     network, silent = membership._network, "run/stage/0/1/1"
@@ -374,13 +356,11 @@ async def test_peers_of_a_shard_that_cannot_be_read_stay() -> None:
         answers = iter(found)
         return [None if key == silent else next(answers) for key in keys]
 
-    network.read_all = read_others  # type: ignore[method-assign]
+    network.read_all = read_others
     for _ in range(8):
         await asyncio.sleep(10.0)
         assert len(membership.roster.stage(0)) == 100
         assert not membership.complete
-    for _, task in crowd.members.values():
-        task.cancel()
 
 
 @given(st.integers(0, 2**40), st.integers(0, DEEPEST))
@@ -566,15 +546,13 @@ async def test_a_source_estimates_how_far_the_run_is(pause: int) -> None:
     run = cast(
         Any,
         SimpleNamespace(
-            budget_samples=budget,
-            samples_per_step=8,
-            pipeline=PipelineConfig(stages=2, replicas=replicas),
+            budget_samples=budget, samples_per_step=8, pipeline=PipelineConfig(stages=2, replicas=replicas)
         ),
     )
     facts = {"issued": None, "receipts": ReceiptLedger(), "begin_counting": lambda: None}
     begun_s = asyncio.get_running_loop().time()
     membership = cast(Any, SimpleNamespace(me="s0r0000", roster=sample(replicas, 90, 2, begun_s), **facts))
-    counted, reached = RunSamples(run, membership, reached=0, own=0), []
+    counted, reached, loop = RunSamples(run, membership, reached=0, own=0), [], asyncio.get_running_loop()
     for reading in range(1, 119):
         await asyncio.sleep(10.0)
         told_s = max(0.0, 10.0 * reading - RENEWED_S / 2)
@@ -582,14 +560,13 @@ async def test_a_source_estimates_how_far_the_run_is(pause: int) -> None:
         if reading % pause == 0:
             news = {"samples": int(8 * told_s / pace_s), "progress": min(1.0, told_s / (100 * pace_s))}
             membership.roster = sample(replicas, 90, 2, read_at, **news)
-        reached.append(counted.progress(int(80.0 * reading / pace_s), asyncio.get_running_loop().time()))
+        reached.append(counted.progress(int(80.0 * reading / pace_s), loop.time()))
     assert reached == sorted(reached)
     assert max(after - before for before, after in pairwise(reached[40:])) < 0.04, "also while nothing is read"
     assert reached[-1] == pytest.approx(118 / 120, abs=0.04)
     ended = sample(replicas, 90, 2, begun_s + 1200.0, state=PeerState.FINISHED, progress=1.0)
     membership.roster = msgspec.structs.replace(ended, sources=90, sources_finished=90)
-    nearly = reached[-1] >= 0.95
-    assert (counted.progress(800, asyncio.get_running_loop().time()) == 1.0) == nearly
+    assert (counted.progress(800, loop.time()) == 1.0) == (reached[-1] >= 0.95)
     assert believed_samples(run, membership.roster) == budget
 
 
@@ -720,7 +697,6 @@ async def test_a_source_counts_exactly_again_once_everybody_is_known(
     spans: list[tuple[bool, int]], others: int
 ) -> None:
     """Its progress never falls, and after each span of readings it is near to what was done in all."""
-
     told = Told(others, 2)
     budget = 10**6
     run = cast(Any, SimpleNamespace(budget_samples=budget, samples_per_step=6, pipeline=PipelineConfig(stages=2)))

@@ -1,8 +1,6 @@
 """In a run of one stage work counts as partners saw it at meetings, however long somebody is out of sight, and no
 number of names makes it more than twice what it is."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
@@ -148,7 +146,6 @@ def test_even_where_all_partners_lie_their_word_has_a_bound(partners: int, lies:
     liars = [f"liar{number}" for number in range(partners)]
     signed = {tag_of(source): dict.fromkeys(liars, samples) for source, samples in lies.items()}
     found = met_work("r0", ours, signed)
-    assert found is not None
     assert found.samples <= MOST_TIMES * (1 + partners) ** 2 * MOST_BROUGHT * partners * ROUND
 
 
@@ -158,7 +155,6 @@ def test_nothing_is_believed_before_the_first_meeting() -> None:
 
 async def test_names_do_not_end_a_run_of_one_stage() -> None:
     """Four names say that they have done all and finished; but for the last rounds three sources do their work."""
-
     hub, what = SimNetwork(), recipe(stages=1, replicas=3, steps=60)
     honest = [Peer(hub, what, f"peer-{number}", 0, job_s=0.5) for number in range(3)]
     await until(lambda: all(len(peer.of(events.InnerStep)) > 7 for peer in honest))

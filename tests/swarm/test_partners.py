@@ -1,7 +1,5 @@
 """A replica asks living partners for a meeting, where its roster is a sample and some of the listed are dead."""
 
-from __future__ import annotations
-
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st

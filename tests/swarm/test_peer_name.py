@@ -1,7 +1,5 @@
 """Names of peers: checked where an owner gives one, harmless where a stranger does."""
 
-from __future__ import annotations
-
 import unicodedata
 
 import pytest

@@ -1,7 +1,5 @@
 """Receipts: none lost or counted twice, none believed of who did nothing for us, and little of a friend's."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from random import Random
@@ -155,7 +153,7 @@ class Swarm:
                     self.ledger.prove(signer, batch)
         raws = {name: issued.raw() for name, issued in self.issued.items()}
         for signer, lies in self.signed_for_nothing.items():
-            honest = decode_receipts(raws[signer]).samples if signer in raws else {}  # type: ignore[union-attr]
+            honest = decode_receipts(raws[signer]).samples if signer in raws else {}
             told = {tag_of(source): samples for source, samples in lies.items()}
             raws[signer] = msgspec.msgpack.encode(ReceiptRecord(1, honest | told))
         self.ledger.take({signer: each for signer, each in raws.items() if signer not in self.unread})
@@ -253,3 +251,16 @@ async def test_a_run_of_whole_nodes_ends_by_receipts_and_not_by_a_claim() -> Non
     assert steps * what.run.samples_per_step >= 0.9 * what.run.budget_samples
     last = [peer.of(events.Receipts)[-1] for peer in peers[:2]]
     assert all(set(each.signed.values()) > {0} for each in last), "the liar's, and more than that of the other source"
+
+
+@pytest.mark.parametrize("steps", [10, 40])
+async def test_the_journal_of_a_source_knows_all_receipts_in_the_end(steps: int) -> None:
+    """Signers tell of their last work when they end, which is after the source; a short run ends between readings."""
+    hub, what = SimNetwork(), recipe(replicas=2, steps=steps)
+    places = [(stage, number) for stage in (0, 1) for number in (0, 1)]
+    peers = [Peer(hub, what, f"peer-{at}{number}", at, job_s=0.2, refresh_s=5.0) for at, number in places]
+    await asyncio.wait({peer.task for peer in peers})
+    for source in peers[:2]:
+        learnt = sum(step.tokens for step in source.of(events.InnerStep))
+        drawn = what.run.tokens(len(source.text.drawn) * what.run.pipeline.microbatch_size)
+        assert learnt <= source.of(events.Receipts)[-1].own <= drawn, "what came too late for a step is signed too"

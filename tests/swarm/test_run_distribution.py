@@ -1,7 +1,5 @@
 """What peers tell of a run: its file, believed by its digest alone, and how far it had come."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading
@@ -15,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from memory_swarms import recipe
 from threadless import without_threads
+from user_errors import user_error
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import Conversation
@@ -29,7 +28,6 @@ from noloco_node.swarm.run_distribution import (
     ATTEMPTS,
     HISTORY_SCHEMA,
     HISTORY_TOPIC,
-    JOINING_CLOCK_ERROR_S,
     LEAST,
     SCHEMA,
     STEP,
@@ -38,7 +36,6 @@ from noloco_node.swarm.run_distribution import (
     RunFileReply,
     RunFileText,
     RunHistory,
-    check_clock,
     fetch,
     reached,
 )
@@ -123,9 +120,8 @@ def test_a_broken_file_of_one_peer_stops_nobody() -> None:
 
 
 def test_without_any_each_peer_is_named_with_its_answer() -> None:
-    with pytest.raises(UserError) as caught:
+    with user_error(Exit.OTHER_RUN) as caught:
         fetched({"wrong": OTHER.serve}, ["nobody", "wrong"])
-    assert caught.value.code is Exit.OTHER_RUN
     assert "nobody cannot be reached; wrong: serves" in caught.value.why
     assert f"wrong: serves a run with the digest {OTHER.digest[:12]}" in caught.value.why
 
@@ -142,34 +138,6 @@ def test_nothing_of_this_machine_is_read_for_a_file_of_others(tmp_path: Path) ->
         fetched({"stranger": serve}, ["stranger"])
     assert "names a directory of this machine" in caught.value.why
     assert "--local" in caught.value.hint
-
-
-@pytest.mark.parametrize(
-    ("off_s", "word"), [(JOINING_CLOCK_ERROR_S + 1, "ahead of"), (-JOINING_CLOCK_ERROR_S - 1, "behind")]
-)
-def test_a_clock_that_is_off_is_said(off_s: float, word: str) -> None:
-    async def serve(conversation: Conversation) -> None:
-        await conversation.receive()
-        await conversation.send(RunFileReply(text=OURS.text, unix_time=time.time() - off_s))
-
-    with pytest.raises(UserError, match=f"clock is 61 s {word} a peer's"):
-        fetched({"right": serve}, ["right"])
-    check_clock(JOINING_CLOCK_ERROR_S - 1, "somebody")
-    # One whose clock agrees with ours is enough: anybody may say anything of its own.
-    assert fetched({"right": serve, "other": OURS.serve}, ["right", "other", "nobody"]).text == OURS.text
-
-
-def test_files_that_take_long_to_hash_are_no_error_of_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 1e9
-
-    def hashes(_: RunConfig) -> dict[str, str]:
-        nonlocal now_s
-        now_s += JOINING_CLOCK_ERROR_S + 1
-        return {}
-
-    monkeypatch.setattr(time, "time", lambda: now_s)
-    monkeypatch.setattr(run_distribution, "content_hashes", hashes)
-    assert fetched({"right": OURS.serve}, ["right"]).text == OURS.text
 
 
 def roster(*progress: float, round: int = 1) -> Roster:

@@ -1,7 +1,5 @@
 """How much of a run is done: what one source's record adds, who is believed, and the roster that is made of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

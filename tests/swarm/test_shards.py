@@ -1,7 +1,5 @@
 """Shards: whatever depths peers have, they find each other, and a few shards tell how large a stage is."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from statistics import fmean, pstdev

@@ -1,7 +1,5 @@
 """Real nodes train adapters over a checkpoint that one of them brings: rounds, a death, a newcomer, the way home."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What was recorded is what the product writes, and reads. The package's docstring says what to do where it is not."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil
@@ -129,7 +127,6 @@ def test_a_home_is_written_as_it_was(tmp_path: Path) -> None:
 
 def test_a_home_of_then_is_opened(home: Path) -> None:
     holder = product.holder(home)
-    assert holder is not None
     assert holder.pid == 4242
     with product.Home.open(home) as opened:
         opened.keep_run_file(opened.run_file.read_text())

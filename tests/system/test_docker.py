@@ -4,8 +4,6 @@ A test takes minutes. The image is built (TORCH_OPTIONS as in docker/Dockerfile)
 a test starts has a project name of its own, and goes away with the test.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -272,7 +270,7 @@ def test_peers_of_two_versions_on_one_bridge_say_which_is_older(image: str, tmp_
         for each, container in ((image, f"{name}-old"), (name, f"{name}-new")):
             shell = ("--network", name, "--workdir", "/tmp", "--entrypoint", "sh")
             run("docker", "run", "-d", "--name", container, *shell, each, "-c", host)
-            until(lambda c=container: "to join from" in said(c), "the invite")  # type: ignore[misc]
+            until(lambda c=container: "to join from" in said(c), "the invite")
             invites[each] = next(line for line in said(container).splitlines() if line.startswith("noloco"))
         assert invites[name].startswith("noloco99:")
 

@@ -1,7 +1,5 @@
 """What the documents claim of the program and of each other can be looked up."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import re

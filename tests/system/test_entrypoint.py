@@ -1,7 +1,5 @@
 """What a container does before its program runs: the entry point of the image, with no engine."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -42,7 +40,6 @@ def container(
 @contextmanager
 def waiting(invite: Path) -> Iterator[subprocess.Popen[str]]:
     with container(invite, "node", "--stay") as process:
-        assert process.stderr is not None
         assert process.stderr.readline() == f"waiting for the invite in {invite}\n"
         yield process
 
@@ -57,7 +54,6 @@ def test_a_container_that_waits_for_its_invite_heeds_a_signal(tmp_path: Path, nu
 
 def test_a_container_that_makes_its_run_file_heeds_a_signal(tmp_path: Path) -> None:
     with container(tmp_path / "invite", "bootstrap", program="echo $$ $1; exec tail -f /dev/null") as process:
-        assert process.stdout is not None
         made, word = process.stdout.readline().split()
         try:
             process.send_signal(signal.SIGINT)
@@ -93,7 +89,6 @@ def test_a_second_bootstrap_peer_leaves_the_invite_of_the_first(tmp_path: Path) 
     invite.parent.mkdir()
     (tmp_path / "run.toml").touch()
     with container(invite, "bootstrap", program="echo first; echo >&2; exec tail -f /dev/null", script=script) as first:
-        assert first.stderr is not None
         first.stderr.readline()
         with container(invite, "bootstrap", program="echo second", script=script) as second:
             _, said = second.communicate(timeout=LAST_RESORT_S)

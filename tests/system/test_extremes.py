@@ -2,8 +2,6 @@
 decision, no view and no node ends by one.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin

@@ -9,8 +9,6 @@ Messages with tensors are slow then, so that they travel for a while. Afterwards
 their slots and gates free, their next windows and rounds normal; and so are those of a victim that lived on.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 from enum import Enum
@@ -164,7 +162,6 @@ class Strikes:
 
 def weights_are_finite(peer: SimulatedPeer) -> bool:
     node, stage = peer.session.node, peer.session.stage
-    assert node is not None
     assert node.replica is not None
     assert stage is not None
     state = node.replica.rounds.state
@@ -273,7 +270,6 @@ def test_two_faulty_replicas_of_five_cost_the_others_nothing(pair: str, blocking
 @pytest.mark.parametrize("victim", ["s1r0", "s2r2"])
 async def test_a_replica_that_hangs_for_good_is_left_alone_though_it_beats(victim: str) -> None:
     """Its process is there, its loop turns, its device never answers: each microbatch there used to cost the budget."""
-
     cast = Cast(SWARM.format(stages=3, replicas=3, blocking="false").replace("budget_s = 100.0", ""))
     for peer in cast.peers.values():
         peer.start()

@@ -1,7 +1,5 @@
 """A test that hangs ends within minutes and is named, also if it catches whatever is raised in it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tomllib

@@ -70,14 +70,14 @@ def test_the_command_exists(distribution: Distribution) -> None:
 def test_every_requirement_has_a_pinned_version(distribution: Distribution) -> None:
     pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     required = [*distribution.install_requires, *distribution.extras_require["test"]]
-    names = {re.match(r"[\w.-]+", requirement)[0] for requirement in required}  # type: ignore[index]
+    names = {re.match(r"[\w.-]+", requirement)[0] for requirement in required}
     assert names - {"-".join(name.split("_")) for name in pinned} - set(pinned) == set()
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
 def test_a_unit_starts_again_only_what_time_may_heal(path: Path) -> None:
     unit = ConfigParser(strict=False, interpolation=None)
-    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.optionxform = str
     unit.read_string(path.read_text())
     service = unit["Service"]
     assert service["Restart"] == "on-failure"
@@ -88,7 +88,6 @@ def test_a_unit_starts_again_only_what_time_may_heal(path: Path) -> None:
 
 def test_docker_restarts_by_the_same_exit_codes_as_systemd() -> None:
     rule = re.search(r"Exit codes ([\d, ]+) and (\d+) need a person", (ROOT / "docker" / "README.md").read_text())
-    assert rule is not None
     assert {*map(int, rule[1].split(",")), int(rule[2])} == NEEDS_A_PERSON - NO_SERVICE
 
 

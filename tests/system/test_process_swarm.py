@@ -5,8 +5,6 @@ one of its replicas, does to it what the world does, and checks that the others 
 tests in which nobody else is to be found.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

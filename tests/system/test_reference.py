@@ -1,7 +1,5 @@
 """docs/reference.md says what the code says."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path
@@ -12,7 +10,6 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_generated_parts_are_those_of_the_code() -> None:
     script = ROOT / "docs" / "generate_reference.py"
     spec = importlib.util.spec_from_file_location("generate_reference", script)
-    assert spec is not None
     assert spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

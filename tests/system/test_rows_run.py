@@ -1,7 +1,5 @@
 """Real nodes fine-tune a small model on conversations: only answers are learnt, from the file to the evaluation."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -12,8 +12,6 @@ hold each swarm to the laws of both: no work is used twice or lost, both sides b
 same bytes.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A swarm whose stages send a subspace: it learns, meets in int4, and is taken home as an ordinary checkpoint."""
 
-from __future__ import annotations
-
 from math import log
 from pathlib import Path
 

@@ -83,7 +83,6 @@ async def test_it_fills_follows_and_survives_a_restart_of_the_node() -> None:
 
     async with tab(wrong) as seen:
         async with page_served(where) as page:
-            assert page is not None
             page.show(view(10))
             await seen.goto(url(where))
             await shows(seen, "#figures", "10K of 1M")
@@ -101,7 +100,6 @@ async def test_it_fills_follows_and_survives_a_restart_of_the_node() -> None:
         await shows(seen, "#connection", "no connection")
         noise = list(wrong)  # the browser's own, of the connection that broke
         async with page_served(where) as page:
-            assert page is not None
             page.show(view(30))
             await shows(seen, "#figures", "30K of 1M")
             await shows(seen, "#connection", "live")
@@ -113,7 +111,6 @@ async def test_a_curve_stays_in_its_picture_when_the_clock_is_set_back() -> None
     where, at = place(), (50.0, 60.0, 10.0, 20.0)
     moments = tuple(msgspec.structs.replace(view_of(1, 1, 1).course[0], at=BEGUN + seconds) for seconds in at)
     async with tab(wrong) as seen, page_served(where) as page:
-        assert page is not None
         page.show(msgspec.structs.replace(view_of(1, 1, 1), course=moments))
         await seen.goto(url(where))
         points = await seen.locator("#loss polyline").get_attribute("points")
@@ -128,7 +125,6 @@ async def test_what_a_stranger_says_is_text_and_fits_a_phone(options: dict[str, 
     where = place()
 
     async with tab(wrong, **options) as seen, page_served(where) as page:
-        assert page is not None
         page.show(view_of(30, 3, 1, name=HOSTILE, words=HOSTILE))
         await seen.goto(url(where))
         await shows(seen, "#name", "<img src=x onerror=alert(1)>")
@@ -147,11 +143,7 @@ async def test_a_recording_is_steered_by_keys_and_by_a_slider() -> None:
     where, playback = place(), Playback(0.0, 100.0)
 
     phone = {"width": 390, "height": 844}
-    async with (
-        tab(wrong, reduced_motion="reduce", viewport=phone) as seen,
-        page_served(where, takes_keys=True) as page,
-    ):
-        assert page is not None
+    async with tab(wrong, reduced_motion="reduce", viewport=phone) as seen, page_served(where, takes_keys=True) as page:
         page.show(view_of(4, 2, 1), playback.state())
         await seen.goto(url(where))
         await shows(seen, "#clock", "0:00 of 1:40")

@@ -1,7 +1,5 @@
 """What a node serves: one view of the swarm for metrics and page, with what the node knows of itself."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path
@@ -61,7 +59,7 @@ async def first_view(views: ServedViews, page: _Page) -> SwarmView:
 @pytest.mark.parametrize("takes_part", [False, True])
 async def test_metrics_and_page_are_shown_one_view(takes_part: bool) -> None:
     page, metrics = _Page(), NodeMetrics("run")
-    views = ServedViews(metrics, page, PeerHistory("volunteer", 0))  # type: ignore[arg-type]
+    views = ServedViews(metrics, page, PeerHistory("volunteer", 0))
     if takes_part:
         views.take(started(PEERS[0], 0))
         views.take(events.Hops(counts={PEERS[1]: 1}))
@@ -76,7 +74,7 @@ async def test_a_view_that_fails_is_told_once_and_ends_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = _Page()
-    views = ServedViews(None, page, PeerHistory("", 0))  # type: ignore[arg-type]
+    views = ServedViews(None, page, PeerHistory("", 0))
     broken: Any = SimpleNamespace()
     monkeypatch.setattr(tasks, "AGAIN_S", 0.01)
     async with background(views.follow(broken, NETWORK, RECIPE)):
@@ -132,7 +130,7 @@ async def test_journals_are_played_on_the_page_forward_and_back(
 
 async def test_ten_thousand_events_a_second_cost_a_page_no_more_than_its_last_hundred() -> None:
     page = _Page()
-    views = ServedViews(None, page, PeerHistory("volunteer", 0))  # type: ignore[arg-type]
+    views = ServedViews(None, page, PeerHistory("volunteer", 0))
     for number in range(10_000):
         views.take(events.Noticed(what="noise", text=f"noise {number}"))
     view = await first_view(views, page)

@@ -1,7 +1,5 @@
 """The web server, without a browser: who may ask, what is told, and what a reader or a flood may cost."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -19,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 from page_frames import view_of
+from user_errors import user_error
 
 from noloco_node.cli.options import page_place
 from noloco_node.errors import Exit, UserError
@@ -50,7 +49,6 @@ async def served(
     async with page_served(where, takes_keys=takes_keys) as page, aiohttp.ClientSession() as session:
         assert page is not None
         found = re.search(r"http://\S+", said[-1])
-        assert found is not None
         yield page, found[0], session
 
 
@@ -178,10 +176,9 @@ def test_a_share_is_a_place_in_the_recording(share: float) -> None:
 async def test_a_taken_port_is_one_sentence(said: list[str]) -> None:
     async with served(said) as (_, url, _session):
         place = ServedPlace("127.0.0.1", int(url.split(":")[2].partition("/")[0]))
-        with pytest.raises(UserError, match=r"Cannot serve --web at 127\.0\.0\.1:\d+\.") as refused:
+        with user_error(Exit.PORT_TAKEN, r"Cannot serve --web at 127\.0\.0\.1:\d+\."):
             async with page_served(PagePlace(place, "")):
                 pass
-        assert refused.value.code is Exit.PORT_TAKEN
         with pytest.raises(UserError, match="Cannot serve --web"), page_in_thread(PagePlace(place, "")):
             pass
         with pytest.raises(UserError, match="Cannot serve --metrics"):
@@ -195,7 +192,6 @@ def test_a_page_in_a_thread_shows_what_another_loop_gives_it(said: list[str]) ->
             return await frames(response, 1)
 
     with page_in_thread(OWN) as page:
-        assert page is not None
         page.show(view_of(2, 2, 5))
         assert asyncio.run(read(said[-1].split(": ", 1)[1]))[0]["tokens"] == 5000
     page.show(view_of(2, 2, 6))  # after its end: of no use, and no error
@@ -215,7 +211,6 @@ def test_a_token_is_left_out_only_where_that_is_asked_for() -> None:
     for text in ("8080", "0.0.0.0:8080", "[::]:0"):
         closed, opened = page_place(text, is_open=False), page_place(text, is_open=True)
         assert closed is not None
-        assert opened is not None
         assert (len(closed.token), opened.token) == (32, "")
     with pytest.raises(UserError, match="no page to open"):
         page_place(None, is_open=True)
@@ -240,7 +235,6 @@ def test_metrics_in_the_open_are_refused_unless_asked_for(text: str) -> None:
     with pytest.raises(UserError, match="could be read by others"):
         metrics_place(text, is_open=False)
     opened = metrics_place(text, is_open=True)
-    assert opened is not None
     assert opened.port == 9464
 
 
@@ -252,9 +246,8 @@ def test_metrics_in_the_open_are_refused_unless_asked_for(text: str) -> None:
     ],
 )
 def test_a_place_needs_a_host_and_a_port(text: str) -> None:
-    with pytest.raises(UserError, match="no place") as caught:
+    with user_error(Exit.USAGE, "no place"):
         metrics_place(text, is_open=True)
-    assert caught.value.code is Exit.USAGE
 
 
 @pytest.mark.parametrize("option", [("--metrics", "0.0.0.0:9464"), ("--web", "nowhere")])
@@ -268,7 +261,6 @@ async def scraped(said: list[str]) -> AsyncIterator[int]:
     async with metrics_served(ServedPlace("127.0.0.1", 0), "run") as metrics:
         assert metrics is not None
         found = re.search(r"http://127\.0\.0\.1:(\d+)/metrics", said[-1])
-        assert found is not None
         yield int(found[1])
 
 

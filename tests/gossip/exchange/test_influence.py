@@ -1,7 +1,5 @@
 """What a partner's weights may do: honest ones all they can, others a bounded amount or nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 

@@ -1,7 +1,5 @@
 """The compiled arithmetic of a round yields the bits of torch's, whatever the machine's vectors and the values are."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess
@@ -51,11 +49,7 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> Forms:
     widest = build(tmp_path_factory.mktemp("widest"))
     if widest is None:
         pytest.skip("no C compiler")
-    return {
-        "torch": None,
-        "widest": widest,
-        "plain": build(tmp_path_factory.mktemp("plain"), CFLAGS="-DKERNELS_PLAIN"),
-    }
+    return {"torch": None, "widest": widest, "plain": build(tmp_path_factory.mktemp("plain"), CFLAGS="-DKERNELS_PLAIN")}
 
 
 def each(forms: Forms) -> Iterator[str]:

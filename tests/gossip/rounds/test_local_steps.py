@@ -1,9 +1,7 @@
 """How long a round is: for a slow replica, over a run, and for replicas that claim what they like."""
 
-from __future__ import annotations
-
-import asyncio
 import math
+from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median_low
@@ -14,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from toy_gossip import Toy, ToySettings, World
+from user_errors import user_error
 
 from gossip.interface import UNKNOWN, Candidate, OuterStepTaken, RoundProgress, RoundSkipped
 from gossip.rounds.matching import (
@@ -36,6 +35,7 @@ from noloco_node.sim import world as sim
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
+from noloco_node.sim.world import Watcher
 from noloco_node.swarm.roster import PeerRecord, speed
 from noloco_node.swarm.run_distribution import RunFileText
 
@@ -257,8 +257,11 @@ class _Time:
         return WallClock(lambda: self.now_s, lambda: self.core_s, self.sleep)
 
 
+@pytest.mark.real_time
 @given(st.lists(st.floats(0.001, 10), min_size=1, max_size=5), st.floats(1, 20))
-def test_a_slowed_device_is_a_slower_one_by_its_own_clock_and_by_the_walls(jobs: list[float], slowdown: float) -> None:
+async def test_a_slowed_device_is_a_slower_one_by_its_own_clock_and_by_the_walls(
+    jobs: list[float], slowdown: float
+) -> None:
     time = _Time()
     device = Device(torch.device("cpu"), slowdown, time.wall())
 
@@ -267,10 +270,7 @@ def test_a_slowed_device_is_a_slower_one_by_its_own_clock_and_by_the_walls(jobs:
         time.work(seconds)
         return device.clock() - begun_s
 
-    async def main() -> list[float]:
-        return [await device.run(job, seconds) for seconds in jobs]
-
-    measured = asyncio.run(main())
+    measured = [await device.run(job, seconds) for seconds in jobs]
     device.close()
     assert measured == pytest.approx([slowdown * seconds for seconds in jobs])
     assert time.now_s == pytest.approx(100.0 + slowdown * sum(jobs)) == device.clock()
@@ -279,7 +279,8 @@ def test_a_slowed_device_is_a_slower_one_by_its_own_clock_and_by_the_walls(jobs:
     assert device.busy_s == pytest.approx(slowdown * sum(jobs) / 2)
 
 
-def test_a_job_that_fails_costs_a_slowed_device_its_time_too() -> None:
+@pytest.mark.real_time
+async def test_a_job_that_fails_costs_a_slowed_device_its_time_too() -> None:
     time = _Time()
     device = Device(torch.device("cpu"), 4.0, time.wall())
 
@@ -287,52 +288,40 @@ def test_a_job_that_fails_costs_a_slowed_device_its_time_too() -> None:
         time.work(1.0)
         raise ZeroDivisionError
 
-    async def main() -> None:
-        with pytest.raises(ZeroDivisionError):
-            await device.run(job)
-
-    asyncio.run(main())
+    with pytest.raises(ZeroDivisionError):
+        await device.run(job)
     device.close()
     assert (time.now_s, time.slept) == (104.0, [3.0])
 
 
 @pytest.mark.parametrize("slowdown", [0.5, 0.0, -1.0, 1001.0, math.inf, math.nan])
 def test_a_device_is_slowed_down_within_reason(slowdown: float) -> None:
-    with pytest.raises(UserError) as caught:
+    with user_error(Exit.USAGE):
         Device(torch.device("cpu"), slowdown)
-    assert caught.value.code is Exit.USAGE
 
 
-class _Watcher:
+class _Watcher(Watcher):
     """Counts what each peer of a simulated world does."""
 
     def __init__(self) -> None:
         self.steps: dict[str, int] = {}
-        self.device_s: dict[str, float] = {}
-        self.worked_s: dict[str, float] = {}
-        self.met: dict[str, int] = {}
-        self.missed: dict[str, int] = {}
+        self.device_s, self.worked_s = defaultdict[str, float](float), defaultdict[str, float](float)
+        self.met, self.missed = Counter[str](), Counter[str]()
 
     def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
         match event:
             case events.InnerStep():
                 self.steps[peer.name] = event.step
                 if event.step > 10:  # the speeds are known by then
-                    self.device_s[peer.name] = self.device_s.get(peer.name, 0.0) + event.device_s
-                    self.worked_s[peer.name] = self.worked_s.get(peer.name, 0.0) + event.seconds
+                    self.device_s[peer.name] += event.device_s
+                    self.worked_s[peer.name] += event.seconds
             case OuterStepTaken(partner=str()):
-                self.met[peer.name] = self.met.get(peer.name, 0) + 1
+                self.met[peer.name] += 1
             case OuterStepTaken() | RoundSkipped():
-                self.missed[peer.name] = self.missed.get(peer.name, 0) + 1
+                self.missed[peer.name] += 1
 
     def busy(self, name: str) -> float:
         return self.device_s[name] / self.worked_s[name]
-
-    def struck(self, fault: object) -> None:
-        """The slow one is slow from the beginning."""
-
-    def look(self) -> None:
-        """What is heard is all."""
 
 
 def _swarm(factor: float, *, dynamic: bool, stages: int = 1) -> _Watcher:

@@ -2,9 +2,9 @@
 
 import random
 from collections import Counter
-from dataclasses import replace
 from itertools import combinations
 from statistics import median_low
+from typing import Any
 
 import pytest
 import torch
@@ -148,26 +148,10 @@ def test_large_rosters_follow_their_own_preferences(monkeypatch: pytest.MonkeyPa
 # The answer.
 
 
-def standing(
-    *,
-    open: bool = True,
-    engaged: bool = False,
-    asking: str | None = None,
-    leaving: bool = False,
-    had: bool = False,
-    preference_delay_s: float = 0.0,
-) -> AnswerState:
-    return AnswerState(
-        me="m",
-        round=5,
-        open=open,
-        engaged=engaged,
-        asking=asking,
-        leaving=leaving,
-        had=had,
-        preference_delay_s=preference_delay_s,
-        ready_in_s=12.0,
-    )
+def standing(**others: Any) -> AnswerState:
+    """Return a replica whose round is open and that has nothing to do with anybody, but for these fields."""
+    free: dict[str, Any] = {"engaged": False, "asking": None, "leaving": False, "had": False, "preference_delay_s": 0.0}
+    return AnswerState(**{"me": "m", "round": 5, "open": True, "ready_in_s": 12.0} | free | others)
 
 
 @pytest.mark.parametrize(
@@ -199,8 +183,7 @@ def test_reasons_to_decline(asked: AnswerState, sender: str, round: int, reason:
 def test_of_two_crossed_proposals_exactly_the_lower_ids_goes_first(a: str, b: str) -> None:
     if a == b:
         return
-    to_a = answer(replace(standing(asking=b), me=a), b, Propose(round=5))
-    to_b = answer(replace(standing(asking=a), me=b), a, Propose(round=5))
+    to_a, to_b = (answer(standing(me=me, asking=other), other, Propose(round=5)) for me, other in ((a, b), (b, a)))
     assert isinstance(to_b if a < b else to_a, Accept)
     assert isinstance(to_a if a < b else to_b, Decline)
 
@@ -225,32 +208,27 @@ def test_healing_never_goes_back_nor_beyond_the_bound(own: int, seen: list[int],
 
 
 def test_cadence_opens_every_h_steps_and_follows_the_roster() -> None:
-    round_schedule = RoundSchedule(10, rounds=3, inner_steps=100, unknown_s=20.0)
-    assert round_schedule.ready_in_s == 20.0
-    round_schedule.tick(109, 0.5)
-    assert not round_schedule.due
-    assert round_schedule.ready_in_s == 0.5
-    round_schedule.tick(110, 0.5)
-    assert round_schedule.due
-    round_schedule.open(RoundClaims([3, 3]))
-    assert (round_schedule.round, round_schedule.finished, round_schedule.due, round_schedule.healed) == (
-        4,
-        3,
-        False,
-        0,
-    )
+    schedule = RoundSchedule(10, rounds=3, inner_steps=100, unknown_s=20.0)
+    assert schedule.ready_in_s == 20.0
+    schedule.tick(109, 0.5)
+    assert not schedule.due
+    assert schedule.ready_in_s == 0.5
+    schedule.tick(110, 0.5)
+    assert schedule.due
+    schedule.open(RoundClaims([3, 3]))
+    assert (schedule.round, schedule.finished, schedule.due, schedule.healed) == (4, 3, False, 0)
     # Skipped, while the others finished round 4: the next one is 5.
-    round_schedule.tick(120, 0.5)
-    round_schedule.skip()
-    round_schedule.open(RoundClaims([4, 4]))
-    assert (round_schedule.round, round_schedule.skipped_in_a_row, round_schedule.healed) == (5, 1, 1)
-    round_schedule.adopt(10**6, RoundClaims([4, 4], of_partners=[4, 4]))
-    assert round_schedule.round == 5 + LIFT_BOUND
-    assert round_schedule.healed == 2
-    round_schedule.adopt(3, RoundClaims([4, 4], of_partners=[4, 4]))
-    assert (round_schedule.round, round_schedule.healed) == (5 + LIFT_BOUND, 2), "a lower number lifts nobody"
-    round_schedule.finish(round_schedule.round)
-    assert (round_schedule.finished, round_schedule.skipped_in_a_row) == (6, 0)
+    schedule.tick(120, 0.5)
+    schedule.skip()
+    schedule.open(RoundClaims([4, 4]))
+    assert (schedule.round, schedule.skipped_in_a_row, schedule.healed) == (5, 1, 1)
+    schedule.adopt(10**6, RoundClaims([4, 4], of_partners=[4, 4]))
+    assert schedule.round == 5 + LIFT_BOUND
+    assert schedule.healed == 2
+    schedule.adopt(3, RoundClaims([4, 4], of_partners=[4, 4]))
+    assert (schedule.round, schedule.healed) == (5 + LIFT_BOUND, 2), "a lower number lifts nobody"
+    schedule.finish(schedule.round)
+    assert (schedule.finished, schedule.skipped_in_a_row) == (6, 0)
 
 
 @given(st.lists(st.integers(0, 2**50), max_size=20), st.integers(0, 2**50), st.lists(st.integers(0, 20), max_size=5))
@@ -324,8 +302,20 @@ def test_partners_are_asked_in_order_and_not_before_their_time() -> None:
     assert peer is None
     assert 3.05 <= wait_s <= 3.15
     assert some.next(["a", "b"], wait_s)[0] == "b"
-    some.clear()
+    some.clear(0.0)
     assert some.next(["a", "b"], 0.0) == ("a", 0.0)
+
+
+@given(st.floats(1.0, 1e6), st.lists(st.floats(0.0, 2e6), max_size=6))
+def test_a_partner_is_left_alone_for_as_long_as_was_said_whatever_rounds_open(
+    seconds: float, openings: list[float]
+) -> None:
+    some = prospects()
+    some.leave_alone("a", seconds, 0.0)
+    for now_s in sorted(openings):
+        some.clear(now_s)
+        if now_s < seconds or now_s > seconds + 1.0:
+            assert (now_s < seconds) == (some.next(["a"], now_s)[0] is None)
 
 
 @given(
@@ -339,7 +329,7 @@ def test_estimates_are_believed_until_the_next_round(told_s: float, reason: Decl
     assert peer is None
     assert 0.0 < wait_s <= 20.0
     assert some.next(["a"], 100.2 + told_s) == ("a", 0.0)
-    some.clear()
+    some.clear(100.0)
     assert some.next(["a"], 100.0) == ("a", 0.0)
 
 

@@ -1,7 +1,5 @@
 """What rounds do with codecs, delayed momentum, staleness, and slow weights that travel ahead of time."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -14,7 +12,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
-from toy_gossip import CUT, SWALLOW, Line, Toy, ToySettings, World, changed, honest, live
+from toy_gossip import CUT, SWALLOW, Line, Toy, ToySettings, World, changed, gossiping, honest, live
 
 from gossip.exchange.codec import OwnWeights, Sides, encode
 from gossip.exchange.messages import (
@@ -137,7 +135,7 @@ async def test_the_fast_weights_keep_what_rounding_has_left_out(codec: Format) -
             await correct(correction)
             after[toy.name] = toy.fast
 
-        toy.correct = corrected  # type: ignore[method-assign]
+        toy.correct = corrected
     await live(list(toys), 30)
     for toy in toys:
         assert len(toy.met) == 1
@@ -190,25 +188,17 @@ def test_weights_that_cannot_be_right_change_nothing(what: str, blocking: bool) 
     assert not a.rounds.state.momentum[0].any()
 
 
-def test_a_replica_that_returns_takes_no_far_weights_and_blames_nobody() -> None:
-    world = World(tamper=changed("b", Weights, lambda message: replace(message, fast=(message.fast[0] * 9.0,))))
-    settings = replace(SETTINGS, skips_before_solo=100)
-    a, b = (Toy(world, name, settings, optimum=1.0, origin=origin(drawn(1), rounds=9, last_met=9)) for name in "ab")
+@pytest.mark.parametrize("rounds", [0, 9], ids=["that has met nobody", "that returns"])
+def test_a_replica_takes_no_far_weights_and_blames_nobody(rounds: int) -> None:
+    far = changed("b", Weights, lambda message: replace(message, fast=(message.fast[0] * 9.0,)))
+    world, settings = World(tamper=far), replace(SETTINGS, skips_before_solo=100)
+    start = origin(drawn(1), rounds=rounds, last_met=rounds)
+    a, b = (Toy(world, name, settings, optimum=1.0, origin=start) for name in "ab")
     run(live([a, b], 38))
     assert a.met == []
     assert a.lost
     assert not any(loss.implausible for loss in a.lost)
     assert torch.equal(a.rounds.state.slow[0], drawn(1))
-
-
-def test_before_its_first_meeting_a_replica_blames_no_far_partner() -> None:
-    far = changed("b", Weights, lambda message: replace(message, fast=(message.fast[0] * 9.0,)))
-    world, settings = World(tamper=far), replace(SETTINGS, skips_before_solo=100)
-    a, b = (Toy(world, name, settings, optimum=1.0, origin=origin(drawn(1))) for name in "ab")
-    run(live([a, b], 38))
-    assert a.met == []
-    assert a.lost
-    assert not any(loss.implausible for loss in a.lost)
 
 
 def test_a_liars_probe_moves_int4_by_a_bounded_amount_or_is_refused() -> None:
@@ -247,7 +237,7 @@ def test_rounds_apply_the_joint_rule(period: int, share: float) -> None:
         seen.append((toy.fast.clone(), copy_of(toy.rounds.state)))
         return await snapshot(slow)
 
-    toy.snapshot = taken  # type: ignore[method-assign]
+    toy.snapshot = taken
     run(live([toy], 20 * 6))
     assert len(seen) == len(toy.solo) == 6
     for (fast, before), after in zip(seen, [state for _, state in seen[1:]] + [toy.rounds.state], strict=True):
@@ -265,14 +255,12 @@ async def test_solo_rounds_without_a_meeting_are_counted_and_a_meeting_ends_them
     toy, late = (Toy(world, name, replace(SETTINGS, skips_before_solo=2)) for name in ("a", "late"))
     late.listed, seen = False, []
     toy.stale_list = (Candidate("ghost", 0),)
-    runners = [asyncio.create_task(each.rounds.run()) for each in (toy, late)]
-    for _ in range(9):
-        await toy.train(20)
-        seen.append(toy.rounds.statistics()["staleness"])
-    toy.stale_list, late.listed = None, True
-    await asyncio.gather(toy.train(30), late.train(30))
-    for runner in runners:
-        runner.cancel()
+    async with gossiping(toy, late):
+        for _ in range(9):
+            await toy.train(20)
+            seen.append(toy.rounds.statistics()["staleness"])
+        toy.stale_list, late.listed = None, True
+        await asyncio.gather(toy.train(30), late.train(30))
     # Each opening finds the one before unmet: two skipped rounds in a round of one number, then a solo round, ...
     assert seen == [1, 1, 1, 2, 2, 2, 3, 3, 3]
     assert [step.staleness_rounds for step in toy.solo] == [1, 2, 3][: len(toy.solo)]
@@ -358,7 +346,6 @@ async def test_disowned_weights_are_given_up_for_a_partners_whenever_they_were_d
     rounds: int, during_meeting: bool
 ) -> None:
     """In the run's first rounds nobody is beyond the bound, and a meeting that has begun ends in a mean."""
-
     world, settings = World(latency_s=0.6), replace(SETTINGS, staleness_at_most=16, inner_steps_per_round=20)
     start = torch.linspace(1.0, 2.0, SIZE)
     toys = [
@@ -434,7 +421,6 @@ def test_the_fresh_one_meets_another_in_the_same_round() -> None:
 @given(st.integers(2, 20), st.integers(1, 6), st.booleans())
 def test_two_of_unequal_speed_never_take_each_others_weights(ratio: int, at_most: int, blocking: bool) -> None:
     """The fast one opens many rounds to one of the slow, and steps alone in some: its work is not old for that."""
-
     world, settings = World(), replace(SETTINGS, staleness_at_most=at_most, blocking=blocking)
     toys = [Toy(world, name, settings, step_s=step_s, optimum=0.0) for name, step_s in (("slow", ratio), ("fast", 1.0))]
     run(live(toys, {"slow": 65, "fast": 65 * ratio}))
@@ -463,7 +449,6 @@ async def test_a_copy_is_as_stale_as_its_donor_whatever_the_donor_has_done_meanw
 @pytest.mark.parametrize("breaks", [False, True], ids=["too stale", "breaks off"])
 async def test_whoever_had_meetings_enough_in_this_round_has_no_other(breaks: bool, blocking: bool) -> None:
     """Otherwise somebody who claims to be too stale could have all our weights sent again and again."""
-
     world, said, accepted = World(), [], 0
     settings = replace(SETTINGS, staleness_at_most=3, skips_before_solo=100, blocking=blocking)
     toy = Toy(world, "a", settings, origin=aged(drawn(1), 1))
@@ -636,24 +621,20 @@ async def test_a_swap_that_was_declined_is_proposed_again_when_the_partner_says(
     world.answerers["b"] = decline
     toy = Toy(world, "a", replace(SETTINGS, **APART._asdict()))
     toy.stale_list = (Candidate("b", 0),)
-    runner = asyncio.create_task(toy.rounds.run())
-    await asyncio.sleep(10.0)
-    runner.cancel()
+    async with gossiping(toy):
+        await asyncio.sleep(10.0)
     assert 8 <= proposed <= 10
 
 
 async def test_a_proposal_is_answered_while_a_swap_lasts() -> None:
     world = World(tamper=lambda s, r, m: SWALLOW if isinstance(m, Weights) else m)
     toys = pair(replace(SETTINGS, **APART._asdict()), world, apart=0.1)
-    runners = [asyncio.create_task(toy.rounds.run()) for toy in toys]
-    await asyncio.sleep(1.0)
-    assert toys[0].rounds.view.prefetch_partner == "b"
-    async with world.conversing("stranger")("a") as line:
-        await line.send(Propose(round=1))
-        answer = await line.receive()
-    for runner in runners:
-        runner.cancel()
-    assert isinstance(answer, Decline)
+    async with gossiping(*toys):
+        await asyncio.sleep(1.0)
+        assert toys[0].rounds.view.prefetch_partner == "b"
+        async with world.conversing("stranger")("a") as line:
+            await line.send(Propose(round=1))
+            assert isinstance(await line.receive(), Decline)
 
 
 async def swap_in_vain(line: Line, probe: Probe) -> None:
@@ -759,9 +740,9 @@ async def test_a_second_swap_that_breaks_leaves_both_sides_with_the_same_slow_we
         async def noted(step: Step, name: str = toy.name, take: Any = take) -> Tensors:
             if step.slow is not None:
                 used[name] = step.slow
-            return await take(step)  # type: ignore[no-any-return]
+            return await take(step)
 
-        toy.rounds._optimiser.take = noted  # type: ignore[method-assign]
+        toy.rounds._optimiser.take = noted
 
     async def step_alone() -> None:
         await asyncio.sleep(3.2)
@@ -812,7 +793,7 @@ def test_a_gate_of_ours_that_does_not_drain_is_named() -> None:
         raise TimeoutError
         yield
 
-    b.alone = stuck  # type: ignore[method-assign]
+    b.alone = stuck
     run(live([a, b], 45))
     assert a.met == b.met == []
     assert b.lost

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -14,13 +14,9 @@ from toy_gossip import ToySettings, at_once
 
 from gossip.exchange.codec import DIFFERENCE, PIECE, Encoded, OwnWeights, Sides, check, encode
 from gossip.exchange.messages import Implausible
-from gossip.rounds.outer_optimiser import (
-    OuterOptimiser,
-    Rule,
-    Snapshot,
-    Step,
-    take_step,
-)
+from gossip.exchange.swap import InfluenceBound
+from gossip.interface import Candidate
+from gossip.rounds.outer_optimiser import OuterOptimiser, Rule, Snapshot, Step, take_step
 from gossip.rule.outer_step import EVEN, Delay, Outer, OuterState, Shares, Tensors, shares_by_steps
 from gossip.settings import BLOCK, Format
 from research.codec.whole_sets import decode
@@ -99,24 +95,10 @@ def seen(sides: Sides, exact: Tensors) -> tuple[Tensors, Tensors]:
 
 @few
 @given(
-    st.sampled_from(Format),
-    outers,
-    delays,
-    st.integers(0, 2),
-    seeds,
-    longest,
-    st.sampled_from([1.0, 0.3]),
-    both_shares,
+    st.sampled_from(Format), outers, delays, st.integers(0, 2), seeds, longest, st.sampled_from([1.0, 0.3]), both_shares
 )
 def test_a_pair_steps_as_the_rule_says_whatever_the_pieces(
-    form: Format,
-    outer: Outer,
-    delay: Delay,
-    meetings: int,
-    seed: int,
-    longest: int,
-    share: float,
-    shares: Shares,
+    form: Format, outer: Outer, delay: Delay, meetings: int, seed: int, longest: int, share: float, shares: Shares
 ) -> None:
     """And so is the correction, of what both sides decode."""
     state = state_of(seed, outer, delay, meetings)
@@ -245,7 +227,7 @@ class Held:
 
 def optimiser(**others: object) -> OuterOptimiser:
     state = OuterState(draw(1, 1))
-    return OuterOptimiser(replace(SETTINGS, **others), state, Held(), at_once, seed=1)  # type: ignore[arg-type]
+    return OuterOptimiser(replace(SETTINGS, **others), state, Held(), at_once, seed=1)
 
 
 def everything(one: OuterOptimiser, snapshot: Snapshot) -> Tensors:
@@ -275,7 +257,7 @@ async def test_a_meeting_that_breaks_half_way_leaves_everything_as_it_was(spoil:
         mine = await one.encode_fast(snapshot, ())
         before = copied(everything(one, snapshot))
         with pytest.raises(Implausible):
-            await one.hear_fast(spoil(mine), snapshot, mine)  # type: ignore[operator]
+            await one.hear_fast(spoil(mine), snapshot, mine)
         assert same(everything(one, snapshot), before)
         await one.correct(await one.take(Step(snapshot.fast, await one.hear_fast(mine.coded.wire, snapshot, mine))))
         assert not same(everything(one, snapshot), before)
@@ -285,9 +267,9 @@ async def test_no_computation_asks_for_the_roster() -> None:
     """It runs in another thread than what changes the roster."""
     asked, computes = [], False
 
-    def partners() -> tuple[str, ...]:
+    def partners() -> tuple[Candidate, ...]:
         asked.append(computes)
-        return ("a", "b")
+        return (Candidate("a", 0), Candidate("b", 0))
 
     async def compute(function: Callable[..., T], /, *args: object) -> T:
         nonlocal computes
@@ -298,7 +280,7 @@ async def test_no_computation_asks_for_the_roster() -> None:
             computes = False
 
     state = OuterState(draw(1, 1))
-    one = OuterOptimiser(SETTINGS, state, Held(), compute, seed=1, partners=partners)  # type: ignore[arg-type]
+    one = OuterOptimiser(SETTINGS, state, Held(), compute, seed=1, partners=partners)
     snapshot = await one.snapshot(0)
     for encoded, hear, bound in (
         (await one.encode_fast(snapshot, ()), one.hear_fast, one.bound_fast),
@@ -307,8 +289,32 @@ async def test_no_computation_asks_for_the_roster() -> None:
         heard = await hear(encoded.coded.wire, snapshot, encoded)
         assert (await bound("a", heard, snapshot)).share == 1.0
     wire = (await one.encode_absolute(snapshot)).coded.wire
-    await one.adopting(wire, snapshot, disowned=False)
+    await one.adopting("a", wire, snapshot, disowned=False)
     assert asked == [False] * 3
+
+
+@pytest.mark.parametrize(("listed", "only"), [((), True), (("a",), True), (("b",), False), (("a", "b"), False)])
+async def test_a_partner_is_the_only_one_where_no_other_is_listed(listed: tuple[str, ...], only: bool) -> None:
+    """One that lists itself nowhere would else be bounded as an only partner is, beside the one that is listed."""
+    found = list[bool]()
+
+    class Bound(InfluenceBound):
+        def share(self, *told: Any, only: bool, **named: Any) -> float:
+            found.append(only)
+            return super().share(*told, only=only, **named)
+
+        def check_adopted(self, *told: Any, only: bool) -> None:
+            found.append(only)
+
+    partners = tuple(Candidate(each, 0) for each in listed)
+    state = OuterState(draw(1, 1))
+    one = OuterOptimiser(SETTINGS, state, Held(), at_once, seed=1, partners=lambda: partners)  # type: ignore[arg-type]
+    one._fast_bound = Bound()
+    snapshot = await one.snapshot(0)
+    mine = await one.encode_fast(snapshot, ())
+    await one.bound_fast("a", await one.hear_fast(mine.coded.wire, snapshot, mine), snapshot)
+    await one.adopting("a", (await one.encode_absolute(snapshot)).coded.wire, snapshot, disowned=False)
+    assert found == [only, only]
 
 
 async def test_a_step_is_taken_in_the_memory_that_is_there() -> None:
@@ -320,7 +326,7 @@ async def test_a_step_is_taken_in_the_memory_that_is_there() -> None:
     fast = [tensor.data_ptr() for tensor in snapshot.fast.difference]
     await one.correct(await one.take(Step(snapshot.fast)))
     assert [tensor.data_ptr() for tensor in one.state.slow] == places
-    assert [tensor.data_ptr() for tensor in one._replica.corrected] == fast  # type: ignore[attr-defined]
+    assert [tensor.data_ptr() for tensor in one._replica.corrected] == fast
 
 
 @few

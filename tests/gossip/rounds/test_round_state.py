@@ -36,11 +36,7 @@ def closed() -> RoundState:
         raise AssertionError(f"{peer} was dialled")
 
     context = RoundContext(
-        seed=1,
-        compute=at_once,
-        partners=lambda: (Candidate("b", 0), Candidate("c", 0)),
-        converse=nobody,  # type: ignore[arg-type]
-        record=nobody,  # type: ignore[arg-type]
+        seed=1, compute=at_once, partners=lambda: (Candidate("b", 0), Candidate("c", 0)), converse=nobody, record=nobody
     )
     return RoundState("a", ToySettings(seed=1, alpha=0.5, beta=0.7, gamma=0.7), Origin(STATE), context)
 

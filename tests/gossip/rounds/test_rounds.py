@@ -2,13 +2,15 @@
 
 import asyncio
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
-from toy_gossip import CUT, SWALLOW, Line, Toy, ToySettings, World, changed, live
+from toy_gossip import CUT, SWALLOW, Line, Toy, ToySettings, World, changed, gossiping, live
 
 from gossip.exchange.messages import Accept, Acknowledge, Decline, DeclineReason, Propose, Weights
 from gossip.interface import Candidate, Origin, RoundSkipped
@@ -68,12 +70,9 @@ async def test_equal_replicas_in_different_phases_do_not_fall_into_fixed_pairs(s
         await asyncio.sleep(phase_s)
         await toy.train(20 * 40)
 
-    runners = [asyncio.create_task(toy.rounds.run()) for toy in toys]
-    async with asyncio.TaskGroup() as group:
-        for toy, phase_s in zip(toys, (0.0, 1.1, 5.2, 6.3, 10.4, 11.5, 15.6, 16.7), strict=True):
-            group.create_task(late(toy, phase_s))
-    for runner in runners:
-        runner.cancel()
+    phases_s = (0.0, 1.1, 5.2, 6.3, 10.4, 11.5, 15.6, 16.7)
+    async with gossiping(*toys):
+        await asyncio.gather(*map(late, toys, phases_s))
     for toy in toys:
         partners = Counter(step.partner for step in toy.met)
         # All seven equally often where all are in step; one and the same for ever if anybody at all would do.
@@ -92,12 +91,8 @@ async def test_proposals_do_not_grow_with_the_length_of_a_round(step_s: float) -
         await asyncio.sleep(steps * step_s)
         await toy.train(20 * 10)
 
-    runners = [asyncio.create_task(toy.rounds.run()) for toy in toys]
-    async with asyncio.TaskGroup() as group:
-        for toy, steps in zip(toys, (0, 7), strict=True):
-            group.create_task(late(toy, steps))
-    for runner in runners:
-        runner.cancel()
+    async with gossiping(*toys):
+        await asyncio.gather(*map(late, toys, (0, 7)))
     for toy in toys:
         assert len(toy.met) >= 9
         assert toy.rounds.statistics()["proposals_sent"] <= 11
@@ -142,12 +137,11 @@ def test_who_is_declined_learns_the_others_round() -> None:
 
 
 def test_a_liars_round_number_drags_nobody() -> None:
-    lie = changed("p3", Propose | Accept | Decline, lambda message: replace(message, round=10**12))
-    world = World(tamper=lie)
-    toys = swarm(world, 4)
+    lie = changed("p03", Propose | Accept | Decline, lambda message: replace(message, round=10**12))
+    toys = swarm(World(tamper=lie), 4)
     for toy in toys:
         toy.stale_list = tuple(
-            Candidate(other.name, 10**12 if other.name == "p3" else 0) for other in toys if other is not toy
+            Candidate(other.name, 10**12 if other.name == "p03" else 0) for other in toys if other is not toy
         )
     run(live(toys, 45))
     assert all(toy.rounds.finished <= 5 for toy in toys)
@@ -252,19 +246,15 @@ def test_slow_weights_travel_only_where_the_rule_needs_them() -> None:
         assert toy.met[0].gap == pytest.approx(2.0 / 22.0)
 
 
-def test_a_snapshot_is_retaken_while_nobody_comes() -> None:
-    async def main() -> list[Toy]:
-        world = World()
-        settings = replace(SETTINGS, overlap_steps=4)
-        toys = [Toy(world, "fast", settings), Toy(world, "slow", settings, step_s=1.9)]
-        await live(toys, {"fast": 190, "slow": 100})
-        return toys
-
-    for toy in run(main()):
+async def test_a_snapshot_is_retaken_while_nobody_comes() -> None:
+    world, settings = World(), replace(SETTINGS, overlap_steps=4)
+    toys = [Toy(world, "fast", settings), Toy(world, "slow", settings, step_s=1.9)]
+    await live(toys, {"fast": 190, "slow": 100})
+    for toy in toys:
         assert toy.met
         # Never older than the overlap when the exchange begins, and that takes far less than a step.
         assert max(step.staleness for step in toy.met) <= 4
-    assert run(main())[0].rounds.statistics()["retaken"] >= 12
+    assert toys[0].rounds.statistics()["retaken"] >= 12
 
 
 # What goes wrong.
@@ -294,9 +284,8 @@ def broken_meeting(spoil: str, fate: object, settings: ToySettings = SETTINGS, b
     # b opens a little later: it declines at first, and is the asker afterwards.
     first, second = Toy(world, "a", patient), Toy(world, "b", patient, step_s=1.02)
     run(live([first, second], 39))
-    toys = (first, second)
     assert spoilt
-    return toys
+    return first, second
 
 
 @both_forms
@@ -346,13 +335,50 @@ def test_a_silent_partner_costs_only_the_deadline(settings: ToySettings, kind: t
 
 
 @both_forms
+@pytest.mark.parametrize("holds", ["answers", "meetings", "meetings that it asks for"])
+async def test_a_peer_that_holds_others_up_takes_a_tenth_of_their_time(settings: ToySettings, holds: str) -> None:
+    """It is there and takes each call; and then it does not answer, or never says what a meeting begins with."""
+    world, held = World(), list[str]()
+    patience = RoundTimeouts(answer_s=30.0, exchange_s=100.0)
+    honest = [Toy(world, name, replace(settings, inner_steps_per_round=10, patience=patience)) for name in "abcd"]
+    Toy(world, "holder", settings)
+
+    async def hold(line: Line, accepts: bool) -> None:
+        message = await line.receive()
+        if accepts:
+            await line.send(Accept(round=message.round))
+        if not isinstance(message, Decline):
+            held.append(line.peer)
+            while True:
+                await line.receive()
+
+    async def ask_again_and_again(peer: str) -> None:
+        while True:
+            with suppress(ConnectionError):
+                async with world.conversing("holder")(peer) as line:
+                    await line.send(Propose(round=1))
+                    await hold(line, accepts=False)
+            await asyncio.sleep(1.0)
+
+    world.answerers["holder"] = partial(hold, accepts=holds != "answers")
+    asks = holds == "meetings that it asks for"
+    asking = [asyncio.create_task(ask_again_and_again(toy.name)) for toy in honest if asks]
+    try:
+        await live(honest, 1100)
+    finally:
+        for task in asking:
+            task.cancel()
+    for toy in honest:
+        assert 1 <= held.count(toy.name) <= (4 if holds == "answers" else 2)
+        assert len(toy.met) >= 80, "of 110 rounds"
+
+
+@both_forms
 @pytest.mark.parametrize("nonsense", [None, 7, Acknowledge(), "Accept"])
 def test_nonsense_instead_of_an_answer_or_a_proposal_is_survived(settings: ToySettings, nonsense: object) -> None:
     world = World(tamper=changed("fool", Propose | Accept | Decline, lambda message: nonsense))
-    toys = [Toy(world, "a", settings)]
-    toys += [Toy(toys[0].world, name, settings) for name in ("b", "fool")]
+    toys = a, b, fool = [Toy(world, name, settings) for name in ("a", "b", "fool")]
     run(live(toys, 100))
-    a, b, fool = toys
     assert fool.met == []
     assert len(a.met) == len(b.met) >= 3
 
@@ -399,12 +425,8 @@ async def test_a_newcomer_joins_later_and_meets() -> None:
         new.listed = True
         await new.train(100)
 
-    runners = [asyncio.create_task(toy.rounds.run()) for toy in (old, new)]
-    async with asyncio.TaskGroup() as group:
-        group.create_task(old.train(210))
-        group.create_task(arrive())
-    for runner in runners:
-        runner.cancel()
+    async with gossiping(old, new):
+        await asyncio.gather(old.train(210), arrive())
     assert len(old.solo) == 5
     assert len(old.met) == len(new.met) >= 3
     # The newcomer has come nearer by one at each opening.
@@ -434,18 +456,16 @@ def test_the_last_round_is_met_where_a_partner_is_there(settings: ToySettings) -
 
 
 @both_forms
-def test_the_last_round_alone_is_solo_at_once_and_otherwise_at_the_deadline(settings: ToySettings) -> None:
-    async def main(listed: tuple[Candidate, ...]) -> tuple[Toy, float]:
-        (toy,) = swarm(World(), 1, settings)
-        toy.stale_list = listed
-        await live([toy], 10, end_politely)
-        return toy, asyncio.get_running_loop().time()
-
-    for listed, took_s in (((), 10.0), ((Candidate("ghost", 0),), 40.0)):
-        toy, now_s = run(main(listed))
-        assert now_s == pytest.approx(took_s, abs=0.1)
-        assert len(toy.solo) == 1
-        assert toy.slow == pytest.approx(20.0 - 0.7 * (20.0 - trained(20.0, 10.0, 10)), rel=1e-6)
+@pytest.mark.parametrize(("listed", "took_s"), [((), 10.0), ((Candidate("ghost", 0),), 40.0)])
+async def test_the_last_round_alone_is_solo_at_once_and_otherwise_at_the_deadline(
+    settings: ToySettings, listed: tuple[Candidate, ...], took_s: float
+) -> None:
+    (toy,) = swarm(World(), 1, settings)
+    toy.stale_list = listed
+    await live([toy], 10, end_politely)
+    assert asyncio.get_running_loop().time() == pytest.approx(took_s, abs=0.1)
+    assert len(toy.solo) == 1
+    assert toy.slow == pytest.approx(20.0 - 0.7 * (20.0 - trained(20.0, 10.0, 10)), rel=1e-6)
 
 
 def test_the_one_left_over_does_not_wait_for_leavers() -> None:
@@ -462,16 +482,13 @@ def test_the_one_left_over_does_not_wait_for_leavers() -> None:
     assert all(toy.rounds.statistics()["open"] == 0 for toy in toys)
 
 
-def test_after_the_last_round_every_proposal_is_declined() -> None:
-    async def main() -> object:
-        world = World()
-        (toy,) = swarm(world, 1)
-        await live([toy], 10, end_politely)
-        async with world.conversing("late")("p00") as line:
-            await line.send(Propose(round=1))
-            return await line.receive()
-
-    answer = run(main())
+async def test_after_the_last_round_every_proposal_is_declined() -> None:
+    world = World()
+    (toy,) = swarm(world, 1)
+    await live([toy], 10, end_politely)
+    async with world.conversing("late")("p00") as line:
+        await line.send(Propose(round=1))
+        answer = await line.receive()
     assert isinstance(answer, Decline)
     assert answer.reason is DeclineReason.LEAVING
 

@@ -1,7 +1,5 @@
 """Production nodes with real tiny models: each codec, the joint rule, and slow weights that travel ahead of time."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import cache
 
@@ -38,16 +36,11 @@ def lived(extra: str) -> list[Peer]:
 
 def merged(peers: list[Peer]) -> Tensor:
     """Return the mean of the slow weights that the replicas saved."""
-    slow = []
-    for peer in peers:
-        assert peer.saved is not None
-        slow.append(torch.cat([tensor.flatten() for tensor in peer.saved.tensors["slow"]]))
-    return torch.stack(slow).mean(0)
+    return torch.stack([torch.cat([each.flatten() for each in peer.saved.tensors["slow"]]) for peer in peers]).mean(0)
 
 
 @pytest.mark.parametrize(
-    ("codec", "near", "gamma"),
-    [("bfloat16", 0.05, 0.7), ("int8", 0.05, 0.5), ("int4", 0.25, 0.7), ("int4", 0.25, 0.5)],
+    ("codec", "near", "gamma"), [("bfloat16", 0.05, 0.7), ("int8", 0.05, 0.5), ("int4", 0.25, 0.7), ("int4", 0.25, 0.5)]
 )
 def test_a_codec_leads_to_about_the_same_model_for_less(codec: str, near: float, gamma: float) -> None:
     rule = f"alpha = 0.5\nbeta = 0.7\ngamma = {gamma}\ncodec = "
@@ -82,7 +75,6 @@ async def test_a_newcomer_in_the_middle_of_a_period_becomes_a_replica(gamma: flo
     newcomer = peers[-1]
     assert [step.partner for step in newcomer.of(OuterStepTaken) if step.partner is not None]
     for peer in peers:
-        assert peer.saved is not None
         in_period = 0 < peer.saved.counters.meetings < 3
         assert bool(peer.saved.tensors.get("gathered")) == in_period
         assert not peer.of(events.PeerViolation)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
-from toy_gossip import Toy, ToySettings, World, live
+from toy_gossip import Toy, ToySettings, World, gossiping, live
 
 from gossip.exchange.codec import OwnWeights, encode
 from gossip.interface import Origin, OuterStepTaken
@@ -32,7 +32,7 @@ class Watched(Toy):
     """A toy that keeps all snapshots and corrections, with the inner steps by then."""
 
     def __init__(self, world: World, name: str, settings: ToySettings, **traits: float) -> None:
-        super().__init__(world, name, settings, **traits)  # type: ignore[arg-type]
+        super().__init__(world, name, settings, **traits)
         self.snapshots: list[tuple[int, Tensor]] = []
         self.corrections: list[tuple[int, Tensor]] = []
         self.correct_s = 0.0
@@ -164,7 +164,7 @@ async def test_who_reads_sees_slow_weights_and_counters_of_one_moment(step_s: fl
 @few
 @given(seconds, st.integers(1, 40))
 async def test_a_checkpoint_in_any_pause_holds_each_correction_once(step_s: float, pause: int) -> None:
-    toy, _ = toys = pair(SETTINGS, step_s, 0.0)
+    toy, other = pair(SETTINGS, step_s, 0.0)
 
     async def train_and_save() -> None:
         await toy.train(pause)
@@ -176,14 +176,11 @@ async def test_a_checkpoint_in_any_pause_holds_each_correction_once(step_s: floa
         assert torch.equal(toy.rounds.state.slow[0], saved[1])
         release()
         await toy.train(45 - pause)
+        await toy.rounds.leave()
+        check_whole(toy)
 
-    other = asyncio.create_task(live([toys[1]], 60))
-    runner = asyncio.create_task(toy.rounds.run())
-    await train_and_save()
-    await toy.rounds.leave()
-    check_whole(toy)
-    runner.cancel()
-    await asyncio.wait({runner, other})
+    async with gossiping(toy):
+        await asyncio.gather(train_and_save(), live([other], 60))
 
 
 # It is taken once, whatever happens.
@@ -240,7 +237,7 @@ async def test_a_step_that_fails_ends_the_gossip_and_is_never_saved() -> None:
         failing.state.slow[0].zero_()
         raise Broken
 
-    failing._take = spoilt  # type: ignore[method-assign]
+    failing._take = spoilt
     with pytest.raises(ExceptionGroup) as caught:
         await live(list(toys), 30)
     assert caught.group_contains(Broken)
@@ -259,7 +256,7 @@ async def test_a_correction_that_fails_is_not_added_again() -> None:
         tries += 1
         raise Broken
 
-    toy.correct = lost  # type: ignore[method-assign]
+    toy.correct = lost
     with pytest.raises(ExceptionGroup) as caught:
         await live(list(toys), 30)
     assert caught.group_contains(Broken)
@@ -277,7 +274,6 @@ async def test_a_correction_that_fails_is_not_added_again() -> None:
 @given(seconds, st.integers(0, 20), st.sampled_from([Format.FLOAT32, Format.INT4]))
 async def test_adopted_weights_replace_ours_beside_the_training(step_s: float, steps: int, codec: Format) -> None:
     """Slow and fast weights become the partner's."""
-
     settings = replace(SETTINGS, codec=codec)
     origin = Origin(OuterState((torch.full((4,), START),)))
     toy = Toy(World(), "a", settings, outer_step_s=step_s, origin=origin)
@@ -286,7 +282,7 @@ async def test_adopted_weights_replace_ours_beside_the_training(step_s: float, s
     theirs = torch.tensor([1.0, -2.0, 3.0, 4.0])
     snapshot = await optimiser.snapshot(0)
     wire = encode(absolute(codec), OwnWeights((theirs,))).coded.wire
-    step = await optimiser.adopting(wire, snapshot, disowned=True)
+    step = await optimiser.adopting("b", wire, snapshot, disowned=True)
     taking = asyncio.create_task(optimiser.take(step))
     for _ in range(steps):
         await asyncio.sleep(1.0)

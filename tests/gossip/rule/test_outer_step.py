@@ -224,13 +224,7 @@ def _growth(momentum: Momentum, gamma: float, places: int) -> float:
     return math.exp((course[-1] - course[late]) / (periods - 1 - late))
 
 
-CASES = [
-    (0.5, 1, 0.0),
-    (0.5, 4, 0.0),
-    (0.5, 4, 0.25),
-    (0.7, 3, 0.0),
-    (0.9, 4, 0.125),
-]
+CASES = [(0.5, 1, 0.0), (0.5, 4, 0.0), (0.5, 4, 0.25), (0.7, 3, 0.0), (0.9, 4, 0.125)]
 
 
 @pytest.mark.parametrize(("alpha", "period", "spread"), CASES)

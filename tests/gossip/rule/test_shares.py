@@ -1,7 +1,5 @@
 """What two sides count in their mean: the laws of shares and of staleness, and where the disagreement contracts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """A state is cut into pieces that fit together again."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
@@ -9,15 +7,7 @@ from hypothesis import strategies as st
 from state_copies import SHAPES, drawn
 
 from gossip.exchange.messages import Parts, Section
-from gossip.transfer.chunks import (
-    LEAST_PIECE_BYTES,
-    MOST_PIECE_BYTES,
-    cut,
-    gather,
-    piece_bytes,
-    scatter,
-    sections,
-)
+from gossip.transfer.chunks import LEAST_PIECE_BYTES, MOST_PIECE_BYTES, cut, gather, piece_bytes, scatter, sections
 
 sizes = st.lists(st.integers(0, 40_000).map(lambda count: 4 * count), max_size=30)
 
@@ -80,8 +70,7 @@ def test_who_asks_for_less_gets_less() -> None:
 
 
 @pytest.mark.parametrize(
-    ("section_bytes", "most"),
-    [(0, 4096), (131_071, 4096), (131_072, 8192), (2**26 - 1, 2**21), (2**40, 2**22)],
+    ("section_bytes", "most"), [(0, 4096), (131_071, 4096), (131_072, 8192), (2**26 - 1, 2**21), (2**40, 2**22)]
 )
 def test_peers_of_all_versions_cut_alike(section_bytes: int, most: int) -> None:
     """No message says how a section is cut: both ends know it."""

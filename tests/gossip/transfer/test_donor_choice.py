@@ -1,7 +1,5 @@
 """Which donor is asked next, which one is believed, and what becomes of the pieces of one that died."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

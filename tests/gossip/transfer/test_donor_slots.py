@@ -1,7 +1,5 @@
 """A donor's places: nobody has one for good who takes nothing, and nobody loses one while nobody waits."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 
@@ -36,7 +34,6 @@ def test_only_who_is_slow_or_has_had_a_turn_is_overdue_and_the_slowest_first(
         age_s = -math.inf if visit.since_s is None else now_s - visit.since_s
         slow = age_s > SETTLING_S and visit.given_bytes / 1000 / age_s < LEAST_PACE / turn_s
         if slow or age_s > turn_s:
-            assert found is not None
             assert found.pace(now_s) <= visit.pace(now_s)
         else:
             assert found is not visit
@@ -56,7 +53,6 @@ async def test_a_place_is_given_back_once_and_by_its_own_visit() -> None:
 
     async def stay(peer: str) -> None:
         visit = places.enter(peer)
-        assert visit is not None
         visit.begin(100)
         began.set()
         try:
@@ -129,7 +125,7 @@ async def test_a_slow_line_keeps_its_place_for_its_turn_and_for_as_long_as_nobod
                 await asyncio.sleep(2 * 400.0 / len(SPANS))
             await send(message)
 
-        line.send = slowly  # type: ignore[method-assign]
+        line.send = slowly
         await giving.donor.serve(line)
 
     world.answerers["donor"] = answer

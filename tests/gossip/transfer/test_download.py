@@ -1,7 +1,5 @@
 """A newcomer copies a replica's state, whatever becomes of lines and donors, or says why it could not."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
@@ -81,7 +79,6 @@ def test_a_newcomer_gets_the_whole_state_of_one_donor(meetings: int, optimiser: 
 
 
 async def test_an_export_gets_the_slow_weights_alone() -> None:
-
     world, heard = World(), Listening()
     world.tamper = heard
     Giving(world, "donor", state(gathered=drawn(9), meetings=1))
@@ -137,7 +134,6 @@ class Kept:
         self.count, self.read = count, 0
 
     def follow(self, manifest: Manifest | None, settled: frozenset[int]) -> None: ...
-
     def put(self, key: Key, digest: bytes, data: torch.Tensor) -> None: ...
 
     def pieces(self) -> Iterator[tuple[Key, bytes, torch.Tensor]]:
@@ -179,7 +175,7 @@ def test_a_last_piece_is_asked_for_by_one_stream_that_gives_up_after_some_breaks
                     raise ConnectionResetError("broken")
                 await send(message)
 
-            line.send = broken  # type: ignore[method-assign]
+            line.send = broken
             yield line
 
     held = StateAssembly(LIKE, keep=Kept(len(SPANS) - 1))
@@ -673,7 +669,7 @@ async def test_a_line_that_is_slower_than_thought_is_given_more_time() -> None:
                     await asyncio.sleep(60.0)
             await send(message)
 
-        line.send = slowly  # type: ignore[method-assign]
+        line.send = slowly
         await giving.donor.serve(line)
 
     world.answerers["donor"] = answer

@@ -1,7 +1,5 @@
 """Shared bandwidth: every byte passes, nothing is faster than a line, and who shares waits."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 
@@ -55,23 +53,18 @@ def test_two_that_share_an_uplink_take_twice_as_long_and_the_later_one_is_alone_
     assert durations([(0, 0, 1000, 0), (0, 1, 100, 0)], [100], [400, 5])[0] == pytest.approx([20, 20])
 
 
-def test_rounds_have_their_share_of_a_link_while_others_are_on_it() -> None:
+async def test_rounds_have_their_share_of_a_link_while_others_are_on_it() -> None:
     up, down = Link(100, 0.0, 0.2), Link(math.inf, 0.0, 0.2)
+    loop, ended = asyncio.get_running_loop(), dict[str, float]()
 
-    async def main() -> dict[str, float]:
-        loop, ended = asyncio.get_running_loop(), dict[str, float]()
+    def begin(name: str, size: float, in_round: bool) -> None:
+        Transfer(up, down, size, lambda: ended.setdefault(name, loop.time()), in_round=in_round)
 
-        def begin(name: str, size: float, in_round: bool) -> None:
-            Transfer(up, down, size, lambda: ended.setdefault(name, loop.time()), in_round=in_round)
-
-        begin("round", 600, True)
-        for number in range(4):
-            begin(f"other {number}", 200, False)
-        await asyncio.sleep(100)
-        return ended
-
-    # 20 a second for the round and 80 for the four, for 10 seconds; then the round is alone.
-    assert run(main()) == pytest.approx({"round": 14, **{f"other {number}": 10 for number in range(4)}})
+    begin("round", 600, True)
+    for number in range(4):
+        begin(f"other {number}", 200, False)
+    await asyncio.sleep(100)
+    assert ended == pytest.approx({"round": 14, **{f"other {number}": 10 for number in range(4)}})
 
 
 @given(

@@ -1,7 +1,5 @@
 """Messages that arrive wrong: whatever is done to one, a receiver gets a message of its schema or one Violation."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from random import Random

@@ -1,7 +1,5 @@
 """The DHT of the simulation: what a reader may find, for any order of publications, lags and partitions."""
 
-from __future__ import annotations
-
 from hypothesis import example, given
 from hypothesis import strategies as st
 

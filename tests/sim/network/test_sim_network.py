@@ -1,7 +1,5 @@
 """The network in memory behaves as the real one does: order, latency, refusals, silence, and both kinds of ending."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Mapping
@@ -196,7 +194,7 @@ async def test_a_record_that_was_long_on_its_way_replaces_no_later_one() -> None
     hub = SimNetwork(CONDITIONS)
     a = hub.network("a")
     trips = iter((2.0, 0.1, 0.1))
-    hub.round_trip_s = lambda: next(trips)  # type: ignore[method-assign]
+    hub.round_trip_s = lambda: next(trips)
     first = asyncio.create_task(a.publish("key", "a", b"earlier", 30.0))
     await asyncio.sleep(0.5)
     assert await a.publish("key", "a", b"later", 30.0)
@@ -217,7 +215,7 @@ async def lost(call: Awaitable[object]) -> tuple[str, float]:
 async def test_order_holds_under_any_conditions_and_the_late_hold_up_those_behind(
     seed: int, shape: str, late: float
 ) -> None:
-    conditions = NetworkConditions(latency=Latency(shape=shape, mean_s=0.1, std_s=0.1), late=late)  # type: ignore[arg-type]
+    conditions = NetworkConditions(latency=Latency(shape=shape, mean_s=0.1, std_s=0.1), late=late)
     heard = []
 
     async def listen(conversation: Conversation) -> None:
@@ -594,7 +592,6 @@ async def test_whatever_happens_everybody_learns_and_nothing_stays(seed: int) ->
     assert hub.statistics()["held"] == 0
     for number in range(6):
         network = hub.peer(f"peer-{number}")
-        assert network is not None
         assert not network.ends
         assert not network.lingering
         assert not network.answering

@@ -1,7 +1,5 @@
 """What peers of different versions must agree on beside messages and files: names, records, orders, what seeds mean."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path
@@ -192,10 +190,7 @@ def printed() -> dict[str, Any]:
     status = product.status_summary(recipe(), roster, product.format_invite(recipe().digest, [PLACE]))
     check = json.loads(product.check_report(recipe().run, as_json=True))
     check["warnings"] = len(check["warnings"])  # which are sentences
-    return {
-        "check": check,
-        "status": json.loads(msgspec.json.encode(status)),
-    }
+    return {"check": check, "status": json.loads(msgspec.json.encode(status))}
 
 
 def exported(home: Path, directory: Path) -> dict[str, Any]:

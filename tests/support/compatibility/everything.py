@@ -1,7 +1,5 @@
 """Everything that is recorded, made anew."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -3,8 +3,6 @@
 The home is that of a peer which served stage 0, keeps snapshots of stage 1, and was killed while it copied that stage.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from datetime import datetime
@@ -120,14 +118,7 @@ def events() -> list[Any]:
         journal.Placed(stage=1, why="no stage is weaker", device_s=0.125),
         journal.Moved(origin=1, target=0, why="stage 0 does less", discarded=3),
         journal.InnerStep(
-            step=1,
-            progress=0.01,
-            loss=5.875,
-            tokens=128,
-            seconds=0.5,
-            learning_rate=2.5e-3,
-            device_s=0.25,
-            stale=2,
+            step=1, progress=0.01, loss=5.875, tokens=128, seconds=0.5, learning_rate=2.5e-3, device_s=0.25, stale=2
         ),
         journal.InnerStep(step=2, progress=0.02, loss=None, tokens=128, seconds=0.5, learning_rate=5e-3),
         product.OuterStepTaken(

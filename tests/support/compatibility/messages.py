@@ -1,7 +1,5 @@
 """Every message that travels, of each form that it may have, as the production encoder writes it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from math import prod

@@ -4,8 +4,6 @@ The names here are these tests' own. What is renamed in the product is imported 
 """
 # ruff: noqa: F401
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from gossip.exchange import codec

@@ -1,7 +1,5 @@
 """Reads and writes recorded tables, and compares the product of today with them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -6,8 +6,6 @@ and weights are float32 arithmetic, in which processors differ: figures of them 
 tolerance. Words for people have a digest of their own. Neither the program's version nor real time counts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter
@@ -108,7 +106,7 @@ def _surround(world: product.World, budgets: dict[str, product.Allowance], topic
         spending.extend(asyncio.create_task(valve.admit(SAVED_UP_BYTES)) for valve in (limits.up, limits.down))
         return product.HookedNetwork(around, limits)
 
-    world.network.network = surrounded  # type: ignore[method-assign]
+    world.network.network = surrounded
 
 
 def _weights(world: product.World) -> dict[str, list[float]]:

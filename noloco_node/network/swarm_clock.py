@@ -1,0 +1,78 @@
+"""The time of day by which records and tickets expire: this machine's, or that of the peers where they disagree.
+
+A volunteer's clock may be wrong by an hour, or be set while a node runs. Each peer tells the time with its answer to a
+ping. If at least half of those that answered lately agree with this machine to within `CLOCK_DOUBT_S`, its own time of
+day counts; else the median of theirs. So the machine takes part whatever its clock says, and the only error of a clock
+that matters is that of most peers. A liar moves nobody for whom honest peers are at least half.
+
+Between two answers the clock runs by the time since the machine was started, which nobody sets and which goes on while
+the machine sleeps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median_low
+from typing import NamedTuple
+
+from noloco_node.units import LATEST_UNIX_S
+
+CLOCK_DOUBT_S = 60.0
+"""This machine's time of day may differ from the others' by this and still count."""
+TOLD_S = 300.0
+"""An answer counts for so long."""
+MOST_TOLD = 32
+
+
+def _since_start_s() -> float:
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+class _Told(NamedTuple):
+    """What a peer told: its time of day minus the time since our start, and when (since our start)."""
+
+    offset_s: float
+    at_s: float
+
+
+class SwarmClock:
+    """`wall_s`: the time of day of this machine; `since_start_s`: a clock that nobody sets."""
+
+    def __init__(
+        self, wall_s: Callable[[], float] = time.time, since_start_s: Callable[[], float] = _since_start_s
+    ) -> None:
+        self._wall_s, self._since_start_s = wall_s, since_start_s
+        self._told: dict[str, _Told] = {}  # by peer; the one that told last comes last
+        self._offset_s = wall_s() - since_start_s()
+
+    def unix_s(self) -> float:
+        """Return the time of day that counts, in Unix seconds."""
+        return self._since_start_s() + self._offset_s
+
+    def ahead_s(self) -> float:
+        """Return by how much this machine's time of day is ahead of the time that counts; negative if behind."""
+        return self._wall_s() - self.unix_s()
+
+    def note(self, peer: str, unix_s: float) -> None:
+        """Note the time that a peer has told just now; how long its answer was under way does not matter here."""
+        if not 0.0 < unix_s <= LATEST_UNIX_S:
+            return
+        now_s = self._since_start_s()
+        self._told.pop(peer, None)
+        self._told[peer] = _Told(unix_s - now_s, now_s)
+        if len(self._told) > MOST_TOLD:
+            del self._told[next(iter(self._told))]
+        self.settle()
+
+    def settle(self) -> None:
+        """Decide by the latest answers whose time counts; without any it is ours."""
+        now_s, own_s = self._since_start_s(), self._wall_s() - self._since_start_s()
+        self._told = {peer: each for peer, each in self._told.items() if now_s - each.at_s < TOLD_S}
+        told_s = [each.offset_s for each in self._told.values()]
+        agree = sum(abs(each - own_s) < CLOCK_DOUBT_S for each in told_s)
+        self._offset_s = own_s if 2 * agree >= len(told_s) else median_low(told_s)
+
+
+CLOCK = SwarmClock()
+"""The clock of this process: hivemind, too, has one for all of its nodes."""
