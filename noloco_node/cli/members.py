@@ -24,6 +24,8 @@ from noloco_node.errors import UserError, config_error, usage_error, user_error_
 from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.machine.signals import run
 from noloco_node.network.interface import PeerNetwork
+from noloco_node.network.swarm_clock import CLOCK, CLOCK_DOUBT_S
+from noloco_node.node.health import wrong_clock
 from noloco_node.observe.swarm_view import plain
 from noloco_node.run.runfile import read_run_text
 from noloco_node.swarm import invite as invites
@@ -232,14 +234,14 @@ async def _revocation_report(options: MemberOptions) -> str:
     invite = _bootstrap_invite(options, recipe.digest)
     if invite is None:
         return _not_confirmed("no bootstrap peer was named, and none lives on this machine")
-    access = RunAccess(invite, Right.LOOK, None, time.time, owner_key=owner_files.load_key(options.run))
+    access = RunAccess(invite, Right.LOOK, None, owner_key=owner_files.load_key(options.run))
     access.pin(recipe.run)
     settings = NetworkSettings(
         run=recipe.digest, listen=("/ip4/127.0.0.1/tcp/0",), bootstrap=tuple(map(str, invite.addresses))
     )
     try:
         async with connected(settings) as network:
-            return await confirmation(access, network, options)
+            return await confirmation(access, network, options) + clock_note(CLOCK.ahead_s())
     except (UserError, ExceptionGroup) as error:
         known = user_error_of(error)
         if known is None:
@@ -266,6 +268,13 @@ async def confirmation(access: RunAccess, network: PeerNetwork, options: MemberO
         has = f"list number {number}{later * (number > members.number)}" if number >= 0 else "no list"
         reasons.append(f"...{peer[-8:]} has {has}")
     return _not_confirmed("; ".join(reasons))
+
+
+def clock_note(ahead_s: float) -> str:
+    """Return a line for an owner whose clock is wrong: by it peers are shut out until some time; else nothing."""
+    if abs(ahead_s) < CLOCK_DOUBT_S:
+        return ""
+    return f"\n{wrong_clock(ahead_s).brief}, and the times above with it: set it, and give the command again"
 
 
 def _given_invite(options: MemberOptions, digest: str) -> invites.Invite | None:

@@ -61,7 +61,7 @@ def open_encoder(data: DataConfig, tokenizer: Any = None) -> Encoder:
         )
 
     def encode(text: str) -> Tensor:
-        encoded = tokenizer(of_unicode(text), add_special_tokens=False, split_special_tokens=True, verbose=False)
+        encoded = tokenized(tokenizer, of_unicode(text), split_special_tokens=True)
         return torch.tensor(encoded["input_ids"], dtype=torch.int32)
 
     begin = _beginning(tokenizer)
@@ -69,9 +69,23 @@ def open_encoder(data: DataConfig, tokenizer: Any = None) -> Encoder:
     return Encoder(encode, tokenizer.eos_token_id, f"{name}|{begin}" if begin else name, begin)
 
 
+def tokenized(tokenizer: Any, text: str, *, add_special_tokens: bool = False, **options: bool) -> Any:
+    """Return what a tokenizer makes of a text; raise `UserError` (CONFIG) where it takes no such text."""
+    try:
+        return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False, **options)
+    except Exception as error:
+        if type(error) is not Exception:  # the library of fast tokenizers raises nothing more exact
+            raise
+        raise config_error(
+            f"The tokenizer {tokenizer.name_or_path} takes no such text as the data has.",
+            why=str(error),
+            hint="a tokenizer with a token for what is not in its vocabulary, or with all bytes in it",
+        ) from error
+
+
 def _beginning(tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens that a tokenizer puts before a text."""
-    whole, plain = (tokenizer("a", add_special_tokens=adds)["input_ids"] for adds in (True, False))
+    whole, plain = (tokenized(tokenizer, "a", add_special_tokens=adds)["input_ids"] for adds in (True, False))
     before = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
     return tuple(whole[:before])
 

@@ -19,7 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from noloco_node.data.encoding import Encoder, of_unicode, open_encoder, open_tokenizer
+from noloco_node.data.encoding import Encoder, of_unicode, open_encoder, open_tokenizer, tokenized
 from noloco_node.data.row_forms import ASSISTANT, data_error
 from noloco_node.errors import one_line
 from noloco_node.run.config import DataConfig
@@ -134,13 +134,7 @@ class RowEncoder:
         tokenizer, in_template = self._tokenizer, self._template is not None
         if tokenizer is None or not tokenizer.is_fast:
             return torch.cat([self._segment(text[begin:end], is_learnt) for begin, end, is_learnt in _cut(text, spans)])
-        encoded = tokenizer(
-            text,
-            add_special_tokens=False,
-            split_special_tokens=not in_template,
-            return_offsets_mapping=True,
-            verbose=False,
-        )
+        encoded = tokenized(tokenizer, text, split_special_tokens=not in_template, return_offsets_mapping=True)
         ids = torch.tensor(encoded["input_ids"], dtype=torch.int32)
         places = encoded["offset_mapping"]
         is_learnt = [any(at < end and until > begin for begin, end in spans) for at, until in places]
@@ -150,7 +144,7 @@ class RowEncoder:
         if self._tokenizer is None or self._template is None:
             ids = self._plain.encode(text)
         else:
-            encoded = self._tokenizer(text, add_special_tokens=False, verbose=False)
+            encoded = tokenized(self._tokenizer, text)
             ids = torch.tensor(encoded["input_ids"], dtype=torch.int32)
         return ids if is_learnt else given(ids)
 

@@ -42,6 +42,7 @@ from noloco_node.planning.model_layout import ModelLayout, model_layout
 from noloco_node.run.config import DataConfig, RunConfig
 from noloco_node.run.peer_state import Evaluation
 from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary
+from noloco_node.storage.atomic_file import held
 from noloco_node.swarm.access import Visitor, visited
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
@@ -66,6 +67,13 @@ async def export(
         return await asyncio.to_thread(_best_of_homes, out, homes, wanted)
     if invite is None:
         return await asyncio.to_thread(_from_homes, out, homes, wanted)
+    with held(parts_beside(out), out):
+        return await _from_swarm(out, invite, homes, visitor, wanted)
+
+
+async def _from_swarm(
+    out: Path, invite: str, homes: Sequence[Path], visitor: Visitor, wanted: adapter_files.AdapterExport
+) -> str:
     async with visited(invite, visitor) as (network, recipe, membership):
         base = await asyncio.to_thread(_base_of, recipe, homes, wanted)
         layout = await asyncio.to_thread(_layout_of, recipe.run)

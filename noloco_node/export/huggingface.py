@@ -65,7 +65,7 @@ def write_checkpoint(
     quiet_unless_watched()
     with _written_aside(directory) as aside:
         whole.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
+        _save_tokenizer(tokenizer, aside)
         _write_notes(aside, notes, Library.TRANSFORMERS)
         del whole
         _compare(aside, stages)
@@ -93,8 +93,17 @@ def write_adapter(
         _write_tensors(
             aside / ADAPTER_WEIGHTS, {f"base_model.model.{name}": weight for name, weight in weights.items()}
         )
-        tokenizer.save_pretrained(aside)
+        _save_tokenizer(tokenizer, aside)
         _write_notes(aside, notes, Library.PEFT)
+
+
+def _save_tokenizer(tokenizer: Any, aside: Path) -> None:
+    try:
+        tokenizer.save_pretrained(aside)
+    except OSError:
+        raise
+    except Exception as error:  # the library of fast tokenizers has no other for a disk that refuses
+        raise OSError(f"its tokenizer: {error}") from error
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

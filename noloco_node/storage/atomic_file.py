@@ -134,6 +134,23 @@ def locked_aside(directory: Path) -> Iterator[Path]:
         os.close(lock)
 
 
+@contextmanager
+def held(beside: Path, directory: Path) -> Iterator[None]:
+    """Hold a directory, made if it is missing, beside the one that is written of it; remove it if it is left empty.
+
+    Raises `UserError` if another process has it, or the disk refuses.
+    """
+    with os_errors_as(storage_error, f"The directory {beside} cannot be used.", "another place, or the rights to this"):
+        lock = _lock(beside, directory)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # not empty: it is kept
+            if _is_held(lock, beside):
+                beside.rmdir()
+        os.close(lock)
+
+
 def _lock(aside: Path, directory: Path) -> int:
     """Lock a directory and return the descriptor that holds it; raise `UserError` if another process does."""
     while True:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from admission_keys import key, public
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from typer.testing import CliRunner
 from user_errors import user_error
@@ -33,8 +35,9 @@ from noloco_node.admission.owner_files import (
 from noloco_node.admission.ticket import MEMBER, MOST_REVOKED, Right, encode, encode_list, peer_of, signed_list
 from noloco_node.admission.ticket_service import OPEN_DAYS, TicketSigner
 from noloco_node.cli.main import app
-from noloco_node.cli.members import MemberOptions, confirmation
+from noloco_node.cli.members import MemberOptions, clock_note, confirmation
 from noloco_node.errors import Exit, UserError
+from noloco_node.network.swarm_clock import CLOCK_DOUBT_S
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.access import RunAccess
@@ -442,3 +445,10 @@ def test_a_list_that_is_no_file_lets_nobody_in(tmp_path: Path) -> None:
     members_file(owner.run).mkdir()
     with user_error(Exit.STORAGE):
         HostedAdmissions(owner.recipe, owner.run, tmp_path / "identity.key", None)
+
+
+@given(st.floats(-1e8, 1e8))
+def test_an_owner_whose_clock_is_wrong_is_told_what_it_spoils(ahead_s: float) -> None:
+    note = clock_note(ahead_s)
+    assert bool(note) == (abs(ahead_s) >= CLOCK_DOUBT_S)
+    assert ("behind" in note) == (bool(note) and ahead_s < 0.0)

@@ -28,8 +28,8 @@ import torch
 from checkpoints import write_tokenizer
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from tokenizers import processors
-from transformers import ByT5Tokenizer
+from tokenizers import Tokenizer, models, processors
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from user_errors import user_error
 
 from noloco_node.data import dataset_documents
@@ -49,6 +49,7 @@ from noloco_node.data.file_documents import (
     side_of,
     stdlib_files,
 )
+from noloco_node.data.row_forms import BadRow, GoodRow
 from noloco_node.data.token_text import Prompts
 from noloco_node.errors import NEEDS_A_PERSON, Exit, UserError
 from noloco_node.run.config import DataConfig
@@ -499,6 +500,42 @@ def test_rows_in_a_file_whose_name_is_no_text_are_read(tmp_path: Path, ending: s
     source: Any = "parquet" if ending == "parquet" else "json"
     blocks = open_blocks(DataConfig(source=source, path=str(tmp_path), validation_percent=0.0), 8, 0, "p")
     assert len(blocks.next_batch(4)) == 4
+
+
+@pytest.mark.parametrize(
+    "model",
+    [models.WordLevel({"a": 0, "<end>": 1}), models.WordPiece({"a": 0}), models.Unigram([("a", 0.0), ("<end>", 0.0)])],
+)
+@pytest.mark.parametrize("form", ["text", "prompt", "messages"])
+def test_a_tokenizer_that_does_not_know_a_character_says_so(tmp_path: Path, model: Any, form: str) -> None:
+    """Its library raises a bare Exception, in the thread that reads the text."""
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token="<end>").save_pretrained(tmp_path)
+    said = {"text": "be", "prompt": "a", "completion": "be", "messages": [{"role": "assistant", "content": "be"}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(said))
+    data = DataConfig(
+        source="json",
+        path=str(tmp_path / "rows.jsonl"),
+        form=form,  # type: ignore[arg-type]
+        tokenizer=str(tmp_path),
+        chat_template="chatml" if form == "messages" else "",
+        validation_percent=0.0,
+    )
+    with user_error(Exit.CONFIG, "takes no such text"):
+        open_blocks(data, 8, 0, "p").next_batch(1)
+
+
+@pytest.mark.parametrize("field", ["text", "other"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_parquet_file_that_changes_once_it_is_listed_costs_its_rows_alone(
+    tmp_path: Path, field: str, rows: int
+) -> None:
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": 4 * ["some text"]}), path, row_group_size=1)
+    stream = load_rows(DataConfig(source="parquet", path=str(path)))
+    pyarrow.parquet.write_table(pyarrow.table({field: rows * ["some text"]}), path, row_group_size=1)
+    read = [type(row) for number in range(4) for row in stream.shard(4, number)]
+    kept = rows if field == "text" else 0
+    assert read == kept * [GoodRow] + (4 - kept) * [BadRow]
 
 
 def test_what_save_to_disk_wrote_is_refused(tmp_path: Path) -> None:

@@ -422,6 +422,8 @@ async def test_a_stage_that_died_comes_from_the_newest_snapshot_and_that_is_said
     assert same_tensors(tuple(found[1].weights.values()), swarm.given("b", SNAPSHOT))
     # Also where an interrupted export has left it.
     swarm.asked.clear()
+    with atomic_file.held(swarm.parts, out), pytest.raises(UserError, match="Another process is writing"):
+        await export(out, INVITE)
     told = await export(out, INVITE)
     assert swarm.asked == []
     assert not swarm.parts.exists()

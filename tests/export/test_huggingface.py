@@ -159,10 +159,14 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "empty" / "config.json").exists()
 
 
-def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "refusal",
+    [OSError(28, "No space left on device"), Exception("No space left on device (os error 28)")],  # as tokenizers says
+)
+def test_a_failure_leaves_nothing_behind(tmp_path: Path, refusal: Exception) -> None:
     class FullDisk(ByT5Tokenizer):
         def save_pretrained(self, *_: Any, **__: Any) -> Any:
-            raise OSError(28, "No space left on device")
+            raise refusal
 
     recipe, parts = slices("llama")
     with user_error(Exit.STORAGE, "No space left"):

@@ -210,3 +210,17 @@ def test_a_disk_that_refuses_a_small_file_is_said_once_until_it_takes_it(tmp_pat
     kept.path.parent.rmdir()
     assert not kept.write(b"4")
     assert len(said) == 2
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_directory_is_held_by_one_process_at_once_and_kept_if_something_is_left_in_it(
+    tmp_path: Path, left: bool
+) -> None:
+    beside = tmp_path / "new" / ".model.parts"
+    for _ in range(2):
+        with atomic_file.held(beside, tmp_path / "model"):
+            with user_error(Exit.USAGE, "Another process is writing"), atomic_file.held(beside, tmp_path):
+                pass
+            if left:
+                (beside / "a part").touch()
+        assert beside.exists() is left
