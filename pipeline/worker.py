@@ -126,7 +126,7 @@ class Worker:
         reply: Reply = Refused(reason=Reason.EXPIRED)
         if deadline_s > asyncio.get_running_loop().time():
             try:
-                slot: Slot | Refused | None = self._gate.enter_at_once(sender)
+                slot: Slot | Refused | None = self._too_late(deadline_s) or self._gate.enter_at_once(sender)
                 if slot is None:
                     slot = await within(deadline_s, self._gate.enter(sender))
                 if isinstance(slot, Refused):
@@ -179,6 +179,17 @@ class Worker:
         """Return until when a microbatch may travel, in loop seconds."""
         # The budget is a stranger's: if it is not a number, none is left.
         return asyncio.get_running_loop().time() + min(max(0.0, microbatch.budget_s), self._budget_s)
+
+    def _too_late(self, deadline_s: float) -> Refused | None:
+        """Refuse a microbatch that the device would not complete within its budget, after those before it.
+
+        It would be computed in vain, and again elsewhere. Where none is before it, one with half of the longest budget
+        is taken all the same, for the device may be faster by now.
+        """
+        before, left_s = self._gate.in_flight + self._gate.queued, deadline_s - asyncio.get_running_loop().time()
+        if (before + 1) * self.device_s <= left_s or (not before and left_s >= self._budget_s / 2):
+            return None
+        return Refused(reason=Reason.FULL, retry_after_s=self.device_s)
 
     def abandon(self) -> None:
         """Begin no backward pass any more: the weights will change under the graphs that wait for a reply."""

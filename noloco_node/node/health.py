@@ -132,7 +132,7 @@ def warnings_due(
 
 def deserted(number: int, seconds: float, joining: int) -> Condition:
     """Describe a stage that has had no replica at work for so long. `joining`: peers that join it."""
-    since = f"stage {number} has had no replica for {format_duration(seconds)}"
+    since = f"stage {number} has had no replica for {'a moment' if seconds < 1.0 else format_duration(seconds)}"
     if joining:
         return Condition(
             f"{since}, {joining} joining",

@@ -230,6 +230,8 @@ class MicrobatchClient:
     def __init__(self, context: NodeContext, stage: int, turns: SendTurns) -> None:
         self._context, self._stage, self._turns = context, stage, turns
         self._timeout = AdaptiveTimeout(REPLIES)
+        self._given_up: set[str] = set()
+        """Replicas of the roster whose latest reply came too late for us."""
         self.bound = SizeBound(ACTIVATION_CODECS[context.run.pipeline.codec].back)
         """Bounds the gradients that replicas return."""
         self._unbounded: dict[asyncio.Timeout, float] = {}
@@ -245,6 +247,7 @@ class MicrobatchClient:
         if roster is not self._roster:
             self._hops = self._in_states(roster, PeerState.TRAINING)
             self._roster = roster
+            self._given_up.intersection_update([hop.peer for hop in self._hops])
         return self._hops
 
     def evaluators(self) -> tuple[Hop, ...]:
@@ -285,8 +288,12 @@ class MicrobatchClient:
         """Send a microbatch and return the reply; ConnectionAbortedError when it takes far too long."""
         # The caller that is nearest to a replica that hangs must give up first, with time left to ask another one, or
         # innocent replicas are accused. So waits in vain do not lengthen its deadline: callers above would not know.
+        # But the next call is a trial, which may take a part of the budget: it shows how slow a replica has become.
         begun_s, share = loop_s(), 1.0 + (self._context.run.pipeline.stages - 1 - self._stage) / 2
-        limit = self._limit(share * self._timeout.deadline_s(peer), begun_s)
+        most_s = share * self._timeout.deadline_s(peer)
+        if peer in self._given_up:
+            most_s = max(most_s, microbatch.budget_s / (2 + self._stage))
+        limit = self._limit(most_s, begun_s)
         try:
             async with limit:
                 try:
@@ -295,12 +302,15 @@ class MicrobatchClient:
                     # The callee closed the idle stream while our microbatch was on its way: try once more.
                     reply = await self._exchange(peer, microbatch, wanted)
         except TimeoutError:
+            if wanted is Gradient:  # evaluations do not steer the training
+                self._given_up.add(peer)
             waited_s = loop_s() - begun_s
             raise ConnectionAbortedError(f"{peer} has not answered for {waited_s:.0f} s, though it is there") from None
         finally:
             self._unbounded.pop(limit, None)
         if isinstance(reply, Gradient):
             self._timeout.took(peer, loop_s() - begun_s)
+            self._given_up.discard(peer)
             self._bound_first(share * self._timeout.deadline_s(peer))
             if self._context.run.pipeline.is_last(self._stage + 1):
                 reply = replace(reply, computed_by=peer)

@@ -276,30 +276,23 @@ def test_all_that_is_kept_together_is_bounded() -> None:
 
 
 @pytest.mark.network
-def test_a_forged_record_is_neither_stored_by_others_nor_believed() -> None:
-    async def main() -> None:
-        alone = NetworkSettings(run="run", listen=("/ip4/127.0.0.1/tcp/0",), timeouts=PATIENT)
-        async with Libp2pNetwork.open(alone) as one:
-            joining = msgspec.structs.replace(alone, bootstrap=tuple(await one.addresses()))
-            async with Libp2pNetwork.open(joining) as forger:
-                node = forger._joined.records._node._node
-                assert await one.publish(KEY, one.peer_id, b"true", RECORD_S)
-                assert await forger.publish(KEY, forger.peer_id, b"also true", RECORD_S)
-                assert not await node.store(KEY, b"forged", time.time() + 2 * RECORD_S, subkey=one.peer_id)
-                # Whoever has another program keeps what it likes, and answers with it.
-                node.protocol.record_validator = None
-                await node.store(KEY, b"forged", time.time() + 2 * RECORD_S, subkey=one.peer_id)
-                await node.store(KEY, b"invented", time.time() + 2 * RECORD_S, subkey="nobody")
-                theirs = await node.get(KEY, latest=True)
-                assert {"nobody", one.peer_id, forger.peer_id} <= set(theirs.value)
-                assert theirs.value[one.peer_id].value == b"forged"
-                assert await one.read(KEY) == {one.peer_id: b"true", forger.peer_id: b"also true"}
-
-    async def limited() -> None:
-        async with asyncio.timeout(LAST_RESORT_S):
-            await main()
-
-    asyncio.run(limited())
+async def test_a_forged_record_is_neither_stored_by_others_nor_believed() -> None:
+    alone = NetworkSettings(run="run", listen=("/ip4/127.0.0.1/tcp/0",), timeouts=PATIENT)
+    async with asyncio.timeout(LAST_RESORT_S), Libp2pNetwork.open(alone) as one:
+        joining = msgspec.structs.replace(alone, bootstrap=tuple(await one.addresses()))
+        async with Libp2pNetwork.open(joining) as forger:
+            node = forger._joined.records._node._node
+            assert await one.publish(KEY, one.peer_id, b"true", RECORD_S)
+            assert await forger.publish(KEY, forger.peer_id, b"also true", RECORD_S)
+            assert not await node.store(KEY, b"forged", time.time() + 2 * RECORD_S, subkey=one.peer_id)
+            # A peer with another program keeps what it likes, and answers with it.
+            node.protocol.record_validator = None
+            await node.store(KEY, b"forged", time.time() + 2 * RECORD_S, subkey=one.peer_id)
+            await node.store(KEY, b"invented", time.time() + 2 * RECORD_S, subkey="nobody")
+            theirs = await node.get(KEY, latest=True)
+            assert {"nobody", one.peer_id, forger.peer_id} <= set(theirs.value)
+            assert theirs.value[one.peer_id].value == b"forged"
+            assert await one.read(KEY) == {one.peer_id: b"true", forger.peer_id: b"also true"}
 
 
 @asynccontextmanager
@@ -309,7 +302,6 @@ async def flooded() -> AsyncIterator[tuple[Libp2pNetwork, DhtNode, Any, Libp2pNe
     async with asyncio.timeout(LAST_RESORT_S), Libp2pNetwork.open(alone) as one:
         joining = msgspec.structs.replace(alone, bootstrap=tuple(await one.addresses()))
         async with Libp2pNetwork.open(joining) as flooder, Libp2pNetwork.open(joining) as other:
-            assert flooder._joined.records._node is not None
             yield one, flooder._joined.records._node, load_hivemind().PeerID.from_base58(one.peer_id), other
 
 

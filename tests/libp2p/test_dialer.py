@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S, PATIENT
-from sample_messages import Ask
+from sample_messages import ASKS, Ask
 from user_errors import user_error
 
 from noloco_node.errors import Exit, UserError
@@ -25,12 +25,12 @@ from noloco_node.libp2p.settings import PROOF_BYTES, Capacity, NetworkSettings, 
 from noloco_node.libp2p.stream import Stream
 from noloco_node.libp2p.switchboard import Switchboard
 from noloco_node.network.interface import Conversation
-from noloco_node.network.schema import MessageSpec, Schema
+from noloco_node.network.schema import Schema
 
+pytestmark = pytest.mark.real_time
 SECRET = RunSecret("run")
 ME = "12D3KooWGKMUkB1hfRmXSjnKxXmYRyUnjGFQkSXPLfNkoR3r2hvS"
 SOMEBODY = "12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
-SCHEMA = Schema({Ask: MessageSpec("Ask")})
 
 
 def context(board: Switchboard) -> PeerContext:
@@ -49,44 +49,42 @@ class Watched(Switchboard):
         return stream
 
 
-def dialled(directory: Path, answer: Any, opened: Callable[[asyncio.Task[Stream]], None]) -> tuple[str, Switchboard]:
+async def dialled(
+    directory: Path, answer: Any, opened: Callable[[asyncio.Task[Stream]], None]
+) -> tuple[str, Switchboard]:
     """Dial by way of a daemon that answers so; `opened` is told of the task in the moment in which it opens."""
+    parts, patience = load_hivemind(), PATIENT
+    pb = parts.messages
 
-    async def main() -> tuple[str, Switchboard]:
-        parts, patience = load_hivemind(), PATIENT
-        pb = parts.messages
+    async def daemon(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = pb.Request.FromString(await read_delimited(reader))
+        assert request.streamOpen.proto == [SECRET.prefix + "topic"]
+        writer.write(delimited(answer(pb)))
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        hung_up.set()
 
-        async def daemon(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            request = pb.Request.FromString(await read_delimited(reader))
-            assert request.streamOpen.proto == [SECRET.prefix + "topic"]
-            writer.write(delimited(answer(pb)))
-            await reader.read()
-            writer.close()
-            await writer.wait_closed()
-            hung_up.set()
-
-        place, hung_up = str(directory / "control.sock"), asyncio.Event()
-        server = await asyncio.start_unix_server(daemon, place)
-        board = Watched(patience, Capacity())
-        likeness: Any = SimpleNamespace(control_path=place, stream_path=str(directory / "streams.sock"))
-        dialer = StreamDialer(Control(parts, likeness), context(board), ME)
-        dialling = asyncio.get_running_loop().create_task(dialer.dial(SOMEBODY, "topic", SCHEMA))
-        board.opened = lambda: opened(dialling)
-        try:
-            async with asyncio.timeout(LAST_RESORT_S):
-                await asyncio.wait([dialling])
-                outcome = "cancelled"
-                if not dialling.cancelled():
-                    error = dialling.exception()
-                    outcome = "open" if error is None else f"{type(error).__name__}: {error}"
-                if outcome == "open":
-                    dialling.result().break_off(ConnectionResetError("enough"))
-                await hung_up.wait()
-                return outcome, board
-        finally:
-            server.close()
-
-    return asyncio.run(main())
+    place, hung_up = str(directory / "control.sock"), asyncio.Event()
+    server = await asyncio.start_unix_server(daemon, place)
+    board = Watched(patience, Capacity())
+    likeness: Any = SimpleNamespace(control_path=place, stream_path=str(directory / "streams.sock"))
+    dialer = StreamDialer(Control(parts, likeness), context(board), ME)
+    dialling = asyncio.get_running_loop().create_task(dialer.dial(SOMEBODY, "topic", ASKS))
+    board.opened = lambda: opened(dialling)
+    try:
+        async with asyncio.timeout(LAST_RESORT_S):
+            await asyncio.wait([dialling])
+            outcome = "cancelled"
+            if not dialling.cancelled():
+                error = dialling.exception()
+                outcome = "open" if error is None else f"{type(error).__name__}: {error}"
+            if outcome == "open":
+                dialling.result().break_off(ConnectionResetError("enough"))
+            await hung_up.wait()
+            return outcome, board
+    finally:
+        server.close()
 
 
 NOTHING = {"conversations.now": 0, "unread.bytes": 0, "unread.evicted": 0}
@@ -100,8 +98,8 @@ def refused(pb: Any) -> Any:
     return pb.Response(type=pb.Response.ERROR, error=pb.ErrorResponse(msg="failed to dial"))
 
 
-def test_a_stream_opens_or_is_refused(tmp_path: Path) -> None:
-    outcome, board = dialled(tmp_path, accepted, lambda _: None)
+async def test_a_stream_opens_or_is_refused(tmp_path: Path) -> None:
+    outcome, board = await dialled(tmp_path, accepted, lambda _: None)
     assert outcome == "open"
     assert board.statistics() == NOTHING | {
         "conversations.opened": 1,
@@ -111,21 +109,23 @@ def test_a_stream_opens_or_is_refused(tmp_path: Path) -> None:
     }
 
 
-def test_a_refusal_is_the_peer_s(tmp_path: Path) -> None:
-    outcome, board = dialled(tmp_path, refused, lambda _: None)
+async def test_a_refusal_is_the_peer_s(tmp_path: Path) -> None:
+    outcome, board = await dialled(tmp_path, refused, lambda _: None)
     assert outcome == f"ConnectionRefusedError: {SOMEBODY} cannot be reached: failed to dial"
     assert board.statistics() == NOTHING | {"conversations.unopened": 1}
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["while it opens", "when it has just opened"])
-def test_a_dial_that_is_cancelled_in_the_moment_of_its_success_leaves_no_stream(tmp_path: Path, late: bool) -> None:
+async def test_a_dial_that_is_cancelled_in_the_moment_of_its_success_leaves_no_stream(
+    tmp_path: Path, late: bool
+) -> None:
     def cancel(dialling: asyncio.Task[Stream]) -> None:
         if late:
             asyncio.get_running_loop().call_soon(dialling.cancel)
         else:
             dialling.cancel()
 
-    outcome, board = dialled(tmp_path, accepted, cancel)
+    outcome, board = await dialled(tmp_path, accepted, cancel)
     assert outcome == "cancelled"
     assert board.statistics()["conversations.now"] == 0
 
@@ -135,36 +135,34 @@ def test_an_address_of_a_stranger_is_text_or_nothing(raw: bytes) -> None:
     assert place_text(raw) == "" or place_text(raw).startswith("/")
 
 
-def knocked(directory: Path, topic: str, sent: Callable[[RunSecret], bytes]) -> tuple[bytes, dict[str, int | float]]:
+async def knocked(
+    directory: Path, topic: str, sent: Callable[[RunSecret], bytes]
+) -> tuple[bytes, dict[str, int | float]]:
     """Open a stream to us as SOMEBODY, and return what comes back on it, and our counts."""
+    parts, board, started = load_hivemind(), Switchboard(PATIENT, Capacity()), asyncio.Event()
+    likeness: Any = SimpleNamespace(control_path="", stream_path=str(directory / "streams.sock"))
+    dialer = StreamDialer(Control(parts, likeness), context(board), ME)
 
-    async def main() -> tuple[bytes, dict[str, int | float]]:
-        parts, board, started = load_hivemind(), Switchboard(PATIENT, Capacity()), asyncio.Event()
-        likeness: Any = SimpleNamespace(control_path="", stream_path=str(directory / "streams.sock"))
-        dialer = StreamDialer(Control(parts, likeness), context(board), ME)
+    async def answer(conversation: Conversation) -> None:
+        await conversation.send(Ask(text="what is it?"))
 
-        async def answer(conversation: Conversation) -> None:
-            await conversation.send(Ask(text="what is it?"))
-
-        board.serve("topic", SCHEMA, answer)
-        async with asyncio.timeout(LAST_RESORT_S), asyncio.TaskGroup() as group:
-            service = group.create_task(board.run(started))
-            await started.wait()
-            await dialer.listen()
-            reader, writer = await asyncio.open_unix_connection(likeness.stream_path)
-            arrival = parts.messages.StreamInfo(peer=parts.peer_bytes(SOMEBODY), addr=b"", proto=SECRET.prefix + topic)
-            writer.write(delimited(arrival) + sent(SECRET))
-            heard = await reader.read(64)
-            writer.close()
-            dialer.close()
-            service.cancel()
-        return heard, board.statistics()
-
-    return asyncio.run(main())
+    board.serve("topic", ASKS, answer)
+    async with asyncio.timeout(LAST_RESORT_S), asyncio.TaskGroup() as group:
+        service = group.create_task(board.run(started))
+        await started.wait()
+        await dialer.listen()
+        reader, writer = await asyncio.open_unix_connection(likeness.stream_path)
+        arrival = parts.messages.StreamInfo(peer=parts.peer_bytes(SOMEBODY), addr=b"", proto=SECRET.prefix + topic)
+        writer.write(delimited(arrival) + sent(SECRET))
+        heard = await reader.read(64)
+        writer.close()
+        dialer.close()
+        service.cancel()
+    return heard, board.statistics()
 
 
-def test_whoever_knows_the_run_is_answered(tmp_path: Path) -> None:
-    heard, counts = knocked(tmp_path, "topic", lambda secret: secret.proof(SOMEBODY, ME, "topic"))
+async def test_whoever_knows_the_run_is_answered(tmp_path: Path) -> None:
+    heard, counts = await knocked(tmp_path, "topic", lambda secret: secret.proof(SOMEBODY, ME, "topic"))
     assert b"what is it?" in heard
     assert counts["conversations.answered"] == 1
 
@@ -180,8 +178,8 @@ def test_whoever_knows_the_run_is_answered(tmp_path: Path) -> None:
     ],
     ids=["nothing", "another run's", "another caller's", "for another callee", "for another topic"],
 )
-def test_whoever_only_knows_the_names_is_not(tmp_path: Path, sent: Callable[[RunSecret], bytes]) -> None:
-    heard, counts = knocked(tmp_path, "topic", sent)
+async def test_whoever_only_knows_the_names_is_not(tmp_path: Path, sent: Callable[[RunSecret], bytes]) -> None:
+    heard, counts = await knocked(tmp_path, "topic", sent)
     assert heard == b""
     assert "conversations.answered" not in counts
 

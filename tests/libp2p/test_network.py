@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,11 +21,11 @@ import psutil
 import pytest
 import torch
 import uvloop
-from handlers import echo
+from handlers import Work, echo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S, PATIENT, RECORD_S
-from sample_messages import Ask
+from sample_messages import ASKS, Ask, Bulk
 from user_errors import user_error
 
 from noloco_node.errors import Exit, UserError
@@ -60,16 +59,6 @@ QUICK = msgspec.structs.replace(
 )
 """Gives a silent peer up, after some thirty beats: so many a busy machine does not miss."""
 BIG = 4 * 1024 * 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bulk:
-    """16 MiB, or nothing."""
-
-    numbers: torch.Tensor | None
-
-
-SMALL = Schema({Ask: MessageSpec("Ask")})
 LARGE = Schema({Bulk: MessageSpec("Bulk", {"numbers": TensorSpec((BIG,), "float32")})})
 
 
@@ -131,32 +120,13 @@ async def fails(call: Callable[[], Awaitable[Any]], error: type[Exception], matc
         await call()
 
 
-class Work:
-    """A handler that takes one question and then works for ever; tells what became of it."""
-
-    def __init__(self) -> None:
-        self.begun, self.ended = asyncio.Event(), asyncio.Event()
-        self.error: BaseException | None = None
-
-    async def __call__(self, conversation: Conversation) -> None:
-        try:
-            await conversation.receive()
-            self.begun.set()
-            await asyncio.Event().wait()
-        except BaseException as error:
-            self.error = error
-            raise
-        finally:
-            self.ended.set()
-
-
 @on_both_loops
 def test_what_is_sent_arrives_and_what_is_not_understood_does_not(loop: Any) -> None:
     async def main() -> None:
         async with pair() as (one, _, other, _):
-            await other.serve("ask", SMALL, echo)
+            await other.serve("ask", ASKS, echo)
             await other.serve("bulk", LARGE, echo)
-            async with one.talk(other.peer_id, "ask", SMALL) as conversation:
+            async with one.talk(other.peer_id, "ask", ASKS) as conversation:
                 assert conversation.peer == other.peer_id
                 for text in ("a", "b" * 60_000):
                     await conversation.send(Ask(text=text))
@@ -169,11 +139,11 @@ def test_what_is_sent_arrives_and_what_is_not_understood_does_not(loop: Any) -> 
             assert other.statistics()["bytes.received.bulk"] > 4 * BIG
 
             # A stranger to the schema is told so, counted, and harms nobody.
-            async with one.talk(other.peer_id, "bulk", SMALL) as conversation:
+            async with one.talk(other.peer_id, "bulk", ASKS) as conversation:
                 await conversation.send(Ask(text="not what you speak of"))
                 await fails(conversation.receive, ConnectionResetError, "does not decode")
             assert other.statistics()[f"violations.{one.peer_id}"] == 1
-            async with one.talk(other.peer_id, "ask", SMALL) as conversation:
+            async with one.talk(other.peer_id, "ask", ASKS) as conversation:
                 await conversation.send(Ask(text="still there?"))
                 assert await conversation.receive() == Ask(text="still there?")
 
@@ -182,9 +152,9 @@ def test_what_is_sent_arrives_and_what_is_not_understood_does_not(loop: Any) -> 
                 (other.peer_id, "nonsense", "this run or version"),
                 (NOBODY, "ask", "cannot be reached"),
             ):
-                talk = one.talk(who, topic, SMALL)
+                talk = one.talk(who, topic, ASKS)
                 await fails(talk.__aenter__, ConnectionRefusedError, words)
-            await fails(one.talk("not base58", "ask", SMALL).__aenter__, ConnectionRefusedError, "no peer id")
+            await fails(one.talk("not base58", "ask", ASKS).__aenter__, ConnectionRefusedError, "no peer id")
             with user_error(Exit.OTHER_RUN, "takes part in this run"):
                 async with peer(*await one.addresses(), run="another"):
                     pass
@@ -210,19 +180,19 @@ def test_conversations_end_as_they_should(loop: Any) -> None:
 
             work = Work()
             for topic, handler in (("listen", listen), ("fail", fail), ("work", work)):
-                await other.serve(topic, SMALL, handler)
+                await other.serve(topic, ASKS, handler)
 
             # Leaving in the ordinary way loses nothing and cancels nothing.
-            async with one.talk(other.peer_id, "listen", SMALL) as conversation:
+            async with one.talk(other.peer_id, "listen", ASKS) as conversation:
                 await conversation.send(Ask(text="first"))
                 await conversation.send(Ask(text="last"))
             await finished.wait()
             assert heard == ["first", "last"]
 
             # A handler that fails says so, without its secrets; one that returns ends the conversation.
-            async with one.talk(other.peer_id, "fail", SMALL) as conversation:
+            async with one.talk(other.peer_id, "fail", ASKS) as conversation:
                 await fails(conversation.receive, ConnectionResetError, "error: ValueError in the handler")
-            async with one.talk(other.peer_id, "listen", SMALL) as conversation:
+            async with one.talk(other.peer_id, "listen", ASKS) as conversation:
                 await conversation.send(Ask(text="a"))
                 await conversation.send(Ask(text="b"))
                 await fails(conversation.receive, ConnectionResetError, "ended the conversation")
@@ -230,7 +200,7 @@ def test_conversations_end_as_they_should(loop: Any) -> None:
 
             # A caller that is cancelled cancels the callee's work.
             async def call() -> None:
-                async with one.talk(other.peer_id, "work", SMALL) as conversation:
+                async with one.talk(other.peer_id, "work", ASKS) as conversation:
                     await conversation.send(Ask(text="work"))
                     await conversation.receive()
 
@@ -238,11 +208,11 @@ def test_conversations_end_as_they_should(loop: Any) -> None:
             await work.begun.wait()
             calling.cancel()
             await work.ended.wait()
-            assert isinstance(work.error, asyncio.CancelledError)
+            assert work.outcome == "cancelled"
 
             # Another handler may serve a topic later, though the daemon is told of it once.
-            await other.serve("fail", SMALL, echo)
-            async with one.talk(other.peer_id, "fail", SMALL) as conversation:
+            await other.serve("fail", ASKS, echo)
+            async with one.talk(other.peer_id, "fail", ASKS) as conversation:
                 await conversation.send(Ask(text="hello"))
                 assert await conversation.receive() == Ask(text="hello")
 
@@ -256,12 +226,12 @@ def test_a_daemon_that_is_killed_is_lost_at_once_and_another_takes_its_place() -
             work = Work()
             before = (one.peer_id, await one.addresses())
             for network in (one, other):
-                await network.serve("work", SMALL, work)
-                await network.serve("echo", SMALL, echo)
+                await network.serve("work", ASKS, work)
+                await network.serve("echo", ASKS, echo)
             watching = asyncio.create_task(one.wait_daemon())
             async with (
-                other.talk(one.peer_id, "work", SMALL) as incoming,
-                one.talk(other.peer_id, "echo", SMALL) as outgoing,
+                other.talk(one.peer_id, "work", ASKS) as incoming,
+                one.talk(other.peer_id, "echo", ASKS) as outgoing,
             ):
                 await incoming.send(Ask(text="work"))
                 await work.begun.wait()
@@ -274,7 +244,7 @@ def test_a_daemon_that_is_killed_is_lost_at_once_and_another_takes_its_place() -
                 await reading
 
             # Calls that begin now wait for the daemon that takes its place: the same peer, at the same address.
-            async with one.talk(other.peer_id, "echo", SMALL) as conversation:
+            async with one.talk(other.peer_id, "echo", ASKS) as conversation:
                 await conversation.send(Ask(text="are you there?"))
                 assert await conversation.receive() == Ask(text="are you there?")
             assert (one.peer_id, await one.addresses()) == before
@@ -285,7 +255,7 @@ def test_a_daemon_that_is_killed_is_lost_at_once_and_another_takes_its_place() -
             watching.cancel()
 
             # It serves what it served, and is a node of the DHT again, though nobody told it whom to join by.
-            async with other.talk(one.peer_id, "echo", SMALL) as conversation:
+            async with other.talk(one.peer_id, "echo", ASKS) as conversation:
                 await conversation.send(Ask(text="and you?"))
                 assert await conversation.receive() == Ask(text="and you?")
             while not await other.publish("key", other.peer_id, b"x", RECORD_S):  # noqa: ASYNC110 (the DHT sets no event)
@@ -307,7 +277,7 @@ async def test_daemons_that_die_again_and_again_are_given_up() -> None:
         assert not await one.publish("key", "me", b"x", RECORD_S)
         await fails(lambda: one.read("key"), ConnectionResetError, "our own libp2p daemon")
         assert await one.read_all(["key", "another"]) == [None, None]
-        await fails(one.talk(NOBODY, "x", SMALL).__aenter__, ConnectionResetError, "our own libp2p daemon")
+        await fails(one.talk(NOBODY, "x", ASKS).__aenter__, ConnectionResetError, "our own libp2p daemon")
 
 
 async def test_beats_keep_a_long_silence_alive_and_a_silent_peer_is_given_up_on_both_sides() -> None:
@@ -320,8 +290,8 @@ async def test_beats_keep_a_long_silence_alive_and_a_silent_peer_is_given_up_on_
             await conversation.send(Ask(text="done"))
             await work(conversation)
 
-        await other.serve("think", SMALL, think)
-        async with one.talk(other.peer_id, "think", SMALL) as conversation:
+        await other.serve("think", ASKS, think)
+        async with one.talk(other.peer_id, "think", ASKS) as conversation:
             await conversation.send(Ask(text="think"))
             assert await conversation.receive() == Ask(text="done")
             await conversation.send(Ask(text="work"))

@@ -302,7 +302,9 @@ async def test_a_clock_that_was_wrong_is_forgiven_as_soon_as_it_is_right(
 
 
 @pytest.mark.network
-def test_six_nodes_beside_a_key_that_keep_nothing_hide_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_six_nodes_beside_a_key_that_keep_nothing_hide_nobody(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """With real daemons of the run: three say ids beside the key, and three have tried keys for such ids."""
     monkeypatch.setattr(dht_records, "CLOCK", CLOCK)
     load_hivemind()
@@ -310,49 +312,43 @@ def test_six_nodes_beside_a_key_that_keep_nothing_hide_nobody(monkeypatch: pytes
     from hivemind.dht.routing import DHTID
 
     honest_create, place = DHTNode.create, dht_records.place_of(KEY)
+    async with asyncio.timeout(LAST_RESORT_S), AsyncExitStack() as networks:
 
-    async def main() -> None:
-        async with AsyncExitStack() as networks:
+        async def opened(*doors: str, identity: Path | None = None) -> Libp2pNetwork:
+            settings = NetworkSettings(run="run", listen=(LOCAL,), bootstrap=doors, timeouts=PATIENT, identity=identity)
+            return await networks.enter_async_context(Libp2pNetwork.open(settings))
 
-            async def opened(*doors: str, identity: Path | None = None) -> Libp2pNetwork:
-                settings = NetworkSettings(
-                    run="run", listen=(LOCAL,), bootstrap=doors, timeouts=PATIENT, identity=identity
-                )
-                return await networks.enter_async_context(Libp2pNetwork.open(settings))
+        first = await opened()
+        doors = tuple(await first.addresses())
 
-            first = await opened()
-            doors = tuple(await first.addresses())
+        async def lie(identity: Path | None = None) -> str:
+            liar = await opened(*doors, identity=identity)
+            joined: Any = liar._joined
+            joined.records._node.replace_store(lambda *_: True)
+            return liar.peer_id
 
-            async def lie(identity: Path | None = None) -> str:
-                liar = await opened(*doors, identity=identity)
-                joined: Any = liar._joined
-                joined.records._node.replace_store(lambda *_: True)
-                return liar.peer_id
+        by_keys = {await lie(each) for each in tried_keys(tmp_path, place, 3, NetworkSettings(run="run"))}
+        by_ids = set[str]()
+        for number in range(3):
 
-            by_keys = {await lie(each) for each in tried_keys(tmp_path, place, 3, NetworkSettings(run="run"))}
-            by_ids = set[str]()
-            for number in range(3):
+            async def create(number: int = number, **options: Any) -> Any:
+                beside = DHTID(int.from_bytes(place) ^ (number + 2))
+                return await honest_create(**options | {"node_id": beside})
 
-                async def create(number: int = number, **options: Any) -> Any:
-                    beside = DHTID(int.from_bytes(place) ^ (number + 2))
-                    return await honest_create(**options | {"node_id": beside})
-
-                monkeypatch.setattr(DHTNode, "create", create)
-                by_ids.add(await lie())
-            monkeypatch.setattr(DHTNode, "create", honest_create)
-            members = [first, await opened(*doors), await opened(*doors)]
-            everybody = {member.peer_id for member in members}
-            for _ in range(3):
-                found = []
-                for member in members:
-                    assert await member.publish(KEY, member.peer_id, b"here", RECORD_S)
-                    found.append((await member.read(KEY)).keys())
-            assert found == [everybody] * 3
+            monkeypatch.setattr(DHTNode, "create", create)
+            by_ids.add(await lie())
+        monkeypatch.setattr(DHTNode, "create", honest_create)
+        members = [first, await opened(*doors), await opened(*doors)]
+        everybody = {member.peer_id for member in members}
+        for _ in range(3):
+            found = []
             for member in members:
-                records: Any = member._joined
-                nearest = records.records._places[place].order(0.0)
-                asked = {str(peer.to_base58()) for peer in nearest}
-                assert asked & by_keys
-                assert not asked & by_ids
-
-    asyncio.run(asyncio.wait_for(main(), LAST_RESORT_S))
+                assert await member.publish(KEY, member.peer_id, b"here", RECORD_S)
+                found.append((await member.read(KEY)).keys())
+        assert found == [everybody] * 3
+        for member in members:
+            records: Any = member._joined
+            nearest = records.records._places[place].order(0.0)
+            asked = {str(peer.to_base58()) for peer in nearest}
+            assert asked & by_keys
+            assert not asked & by_ids

@@ -251,18 +251,14 @@ async def test_a_wrong_clock_of_our_own_is_said_once_and_its_end(
 
 async def test_training_resumes_by_itself_when_a_deserted_stage_is_served_again() -> None:
     hub, what = SimNetwork(), recipe(stages=2, replicas=1, steps=4000, window=2)
-    peers = [Peer(hub, what, "source", 0, 0.5), Peer(hub, what, "sink", 1, 0.5)]
-    source = peers[0]
+    source, sink = Peer(hub, what, "source", 0, 0.5), Peer(hub, what, "sink", 1, 0.5)
     await until(lambda: len(source.of(events.InnerStep)) >= 5)
-    peers[1].task.cancel()
+    sink.task.cancel()
     hub.kill("sink")
     await until(lambda: any("stage 1 has had no replica" in line for line in source.said))
     done = len(source.of(events.InnerStep))
     # `status` shows it, from our record.
     await until(lambda: "stage 1 has had no replica" in all_waits(source.node.roster.stage(0)[0].waiting, 0))
-    peers.append(Peer(hub, what, "late", 1, 0.5))
+    _late = Peer(hub, what, "late", 1, 0.5)
     await until(lambda: len(source.of(events.InnerStep)) >= done + 5)
     await until(lambda: "stage 1 is served again" in source.said)
-    for each in peers:
-        each.task.cancel()
-    await asyncio.gather(*[each.task for each in peers], return_exceptions=True)

@@ -287,6 +287,28 @@ async def patience(run: RunConfig, microbatch: Microbatch) -> float:
     return asyncio.get_running_loop().time() - begun_s
 
 
+async def test_the_call_after_one_that_was_given_up_shows_how_slow_a_replica_has_become() -> None:
+    """Or it would be given up for ever: a reply for which nobody waits teaches nothing."""
+    b, loop = await callee(), asyncio.get_running_loop()
+    client, slow_s, sent = b.client(), 20.0 * WORK_S, replace(MICROBATCH, budget_s=1000.0)
+
+    async def wait_s(work_s: float) -> float:
+        b.worker.work_s, begun_s = work_s, loop.time()
+        with pytest.raises(ConnectionAbortedError, match="has not answered"):
+            await client.call("b", sent)
+        return loop.time() - begun_s
+
+    for _ in range(5):
+        await client.call("b", sent)
+    assert await wait_s(slow_s) < slow_s
+    assert await wait_s(1e9) == pytest.approx(sent.budget_s / 2), "with time left for another replica"
+    for _ in range(9):
+        b.worker.work_s = slow_s
+        assert isinstance(await client.call("b", sent), Gradient)
+    assert slow_s < await wait_s(1e9) < 10.0 * slow_s
+    await client.aclose()
+
+
 async def test_deadlines_with_rows_are_those_of_text() -> None:
     """However few tokens of a microbatch are learnt: its work and its bytes are the same."""
     three = structs.replace(ROWS, pipeline=structs.replace(RUN.pipeline, stages=3))

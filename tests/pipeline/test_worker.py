@@ -23,6 +23,8 @@ from pipeline.worker import MOST_EVALUATING, UNFIT_S, UNFIT_SHORTAGES, Worker
 T = TypeVar("T")
 IDS = torch.zeros(1, 2, dtype=torch.int64)
 MICROBATCH = Microbatch(hidden=IDS, targets=IDS, progress=0.25, budget_s=1e5)
+LONGEST_S = 300.0
+"""The longest budget of a worker here."""
 
 
 class Weights:
@@ -274,6 +276,49 @@ async def test_a_budget_is_clamped_to_what_the_run_allows(budget_s: float) -> No
     assert await peer.worker.process(replace(MICROBATCH, budget_s=budget_s), "x") == Refused(reason=Reason.EXPIRED)
     assert asyncio.get_running_loop().time() == 300.0
     assert peer.worker.statistics()["expired"] == 1
+
+
+@given(st.floats(0.1, 40.0), st.lists(st.tuples(st.floats(0.0, 300.0), st.floats(0.0, 1e3)), min_size=1, max_size=20))
+def test_a_device_computes_nothing_that_its_budget_does_not_cover(
+    seconds: float, arrivals: list[tuple[float, float]]
+) -> None:
+    """Or a stage whose windows take longer than the budget would compute all of them, each again elsewhere."""
+
+    async def main() -> None:
+        peer = Swarm([1], window=len(arrivals) + 1).peers["0.0"]
+        peer.device.seconds = seconds
+        assert isinstance(await peer.worker.process(MICROBATCH, "x"), Gradient)
+        begun_s = asyncio.get_running_loop().time()
+
+        async def arrive(at_s: float, budget_s: float) -> None:
+            await asyncio.sleep(begun_s + at_s - asyncio.get_running_loop().time())
+            idle, due_s = not peer.gate.in_flight, at_s + min(budget_s, LONGEST_S)
+            reply = await peer.worker.process(replace(MICROBATCH, budget_s=budget_s), "x")
+            ended_s = asyncio.get_running_loop().time() - begun_s
+            if isinstance(reply, Gradient):
+                assert ended_s <= due_s + 1e-6
+            elif reply.reason is Reason.FULL:
+                assert ended_s == pytest.approx(at_s), "at once"
+                assert not (idle and budget_s >= max(seconds, LONGEST_S / 2))
+            else:
+                assert reply.reason is Reason.EXPIRED
+                assert budget_s < seconds
+
+        async with asyncio.TaskGroup() as group:
+            for at_s, budget_s in arrivals:
+                group.create_task(arrive(at_s, budget_s))
+
+    run(main())
+
+
+async def test_a_device_that_was_slow_once_is_asked_again() -> None:
+    peer = Swarm([1], window=100).peers["0.0"]
+    peer.device.seconds = 10.0 * LONGEST_S
+    assert isinstance(await peer.worker.process(MICROBATCH, "x"), Gradient)
+    peer.device.seconds = 1.0
+    assert isinstance(await peer.worker.process(replace(MICROBATCH, budget_s=LONGEST_S / 3), "x"), Refused)
+    assert isinstance(await peer.worker.process(MICROBATCH, "x"), Gradient)
+    assert peer.worker.device_s < 10.0 * LONGEST_S
 
 
 def test_a_budget_that_ends_anywhere_ends_in_expired_and_accuses_nobody() -> None:

@@ -18,11 +18,13 @@ class Work:
     """A handler that takes one question and then works for so long; tells what became of it."""
 
     def __init__(self, seconds: float = 1e6) -> None:
-        self.seconds, self.outcome, self.ended = seconds, "", asyncio.Event()
+        self.seconds, self.outcome = seconds, ""
+        self.begun, self.ended = asyncio.Event(), asyncio.Event()
 
     async def __call__(self, conversation: Conversation) -> None:
         try:
             await conversation.receive()
+            self.begun.set()
             await asyncio.sleep(self.seconds)
             self.outcome = "done"
         except asyncio.CancelledError:
