@@ -219,7 +219,7 @@ class ParquetShard:
                         place = f"{where}, row {self._rows}"
                         bad = BadRow("cannot be read and is left out", place)
                         yield bad if row is None else row_of(self._data, row, names, place)
-        except (pyarrow.ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, OSError, IndexError) as error:  # the last: the file has fewer groups by now
             yield BadRow("cannot be read and is left out", f"{where} ({one_line(error, 120)})")
 
 

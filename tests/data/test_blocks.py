@@ -49,6 +49,7 @@ from noloco_node.data.file_documents import (
     side_of,
     stdlib_files,
 )
+from noloco_node.data.row_forms import BadRow, GoodRow
 from noloco_node.data.token_text import Prompts
 from noloco_node.errors import NEEDS_A_PERSON, Exit, UserError
 from noloco_node.run.config import DataConfig
@@ -521,6 +522,20 @@ def test_a_tokenizer_that_does_not_know_a_character_says_so(tmp_path: Path, mode
     )
     with user_error(Exit.CONFIG, "takes no such text"):
         open_blocks(data, 8, 0, "p").next_batch(1)
+
+
+@pytest.mark.parametrize("field", ["text", "other"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_parquet_file_that_changes_once_it_is_listed_costs_its_rows_alone(
+    tmp_path: Path, field: str, rows: int
+) -> None:
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": 4 * ["some text"]}), path, row_group_size=1)
+    stream = load_rows(DataConfig(source="parquet", path=str(path)))
+    pyarrow.parquet.write_table(pyarrow.table({field: rows * ["some text"]}), path, row_group_size=1)
+    read = [type(row) for number in range(4) for row in stream.shard(4, number)]
+    kept = rows if field == "text" else 0
+    assert read == kept * [GoodRow] + (4 - kept) * [BadRow]
 
 
 def test_what_save_to_disk_wrote_is_refused(tmp_path: Path) -> None:
