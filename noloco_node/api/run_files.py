@@ -151,7 +151,7 @@ def _text(table: Mapping[str, Any]) -> str:
 def _line(section: str, key: object, value: object) -> str:
     try:
         return f"{_key(key)} = {toml(value)}"
-    except TypeError as error:
+    except (TypeError, ValueError, RecursionError) as error:  # also of too many digits, and of a list in itself
         hint = "numbers, texts, lists and dictionaries of Python; float(x) makes one of another library's number"
         raise config_error(f"{section}{key} cannot be written into a run file.", str(error), hint) from error
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -24,6 +23,7 @@ import msgspec
 from noloco_node.errors import os_errors_as, storage_error
 from noloco_node.journal import events
 from noloco_node.journal.events import Event, fields_of
+from noloco_node.network.swarm_clock import CLOCK
 from noloco_node.tasks import loop_s
 
 MAX_BYTES = 64 * 2**20  # some 300,000 inner steps
@@ -32,7 +32,7 @@ MAX_BYTES = 64 * 2**20  # some 300,000 inner steps
 class Journal(AbstractContextManager["Journal"]):
     """The writing end; one process, one journal."""
 
-    def __init__(self, path: Path, max_bytes: int = MAX_BYTES, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES, now: Callable[[], float] = CLOCK.unix_s) -> None:
         """Open `path` for appending; raise `UserError` where it cannot be opened at all."""
         self._path, self._max_bytes, self._now = path, max_bytes, now
         self._closed = False

@@ -7,7 +7,6 @@ The names are those of transformers' Trainer: `train/loss`, `eval/loss`.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import Context, copy_context
@@ -23,6 +22,7 @@ from gossip.interface import OuterStepTaken
 from noloco_node.errors import one_line, usage_error
 from noloco_node.journal import events
 from noloco_node.journal.events import stamped
+from noloco_node.network.swarm_clock import CLOCK
 from noloco_node.observe.swarm_view import short
 
 PROJECT = "noloco"
@@ -175,7 +175,7 @@ class LiveCurves:
 
     def take(self, event: events.Event) -> None:
         """Let an event that happens now be drawn."""
-        self._put(stamped(event, time.time()))
+        self._put(stamped(event, CLOCK.unix_s()))
 
     def close(self) -> None:
         """Draw what waits and end, or give up after `PATIENCE_S`."""

@@ -24,6 +24,9 @@ from noloco_node.run.fields import fields_of
 from noloco_node.run.runfile import load_run
 from noloco_node.storage.weight_store import WeightStore
 
+IN_ITSELF: list[Any] = []
+IN_ITSELF.append(IN_ITSELF)
+
 
 def test_the_run_of_a_module_begins_with_its_weights(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1).bfloat16())
@@ -149,7 +152,12 @@ def test_what_is_no_model_is_refused(tmp_path: Path, model: Any, what: str) -> N
 
 @pytest.mark.parametrize(
     "sections",
-    [None, {"inner": 5}, {"name": {"steps": 1}}, *({"inner": {"clip_norm": each}} for each in (object(), None))],
+    [
+        None,
+        {"inner": 5},
+        {"name": {"steps": 1}},
+        *({"inner": {"clip_norm": each}} for each in (object(), None, 10**5000, IN_ITSELF)),
+    ],
 )
 def test_what_no_run_file_can_hold_is_refused(tmp_path: Path, sections: Any) -> None:
     with pytest.raises(UserError, match=r"sections (has|is)|^inner.clip_norm cannot be written into a run file"):
