@@ -164,7 +164,7 @@ def wrong_clock(skew_s: float) -> Condition:
     wrong = f"this machine's clock is {format_duration(abs(skew_s))} {side} the other peers'"
     return Condition(
         wrong,
-        f"{wrong}. We go by theirs; set it all the same: `timedatectl set-ntp true` on Linux",
+        f"{wrong}. We go by theirs. If ours is the wrong one, set it: `timedatectl set-ntp true` on Linux",
         "this machine's clock is right again",
     )
 

@@ -32,7 +32,7 @@ from noloco_node.node.stage_benchmark import measure
 from noloco_node.planning.plan import graphs_that_fit
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.roster import Roster
-from noloco_node.units import format_bytes
+from noloco_node.units import format_bytes, format_duration
 from pipeline.placement import StageClaim, capacities, choose_stage, parse_stage, reason, should_yield, stages_that_fit
 
 LOOKS = 5  # failed readings of the roster after which a newcomer gives up
@@ -293,8 +293,14 @@ async def _measure(context: NodeContext, stage: StageModel, number: int) -> tupl
     except MemoryError as error:
         raise out_of_memory(number, f"a first microbatch ran out of it: {_in_a_line(error)}") from error
     # At work more graphs are in flight than the memory may keep.
-    again = host.passes[number] / host.passes_alone[number] if host.passes else 1.0
-    return microbatch_s(context, number, again * probe.device_s), probe.kept_bytes
+    device_s = probe.device_s * (host.passes[number] / host.passes_alone[number] if host.passes else 1.0)
+    if device_s > run.pipeline.budget_s / 2:
+        context.warn(
+            f"a microbatch takes this device {format_duration(device_s)} at stage {number}, and is given up after "
+            f"{format_duration(run.pipeline.budget_s)} on its way (pipeline.budget_s): next to no work of this node "
+            "will count. Another --device, or a stage with less work (--stage), is faster"
+        )
+    return microbatch_s(context, number, device_s), probe.kept_bytes
 
 
 def microbatch_s(context: NodeContext, stage: int, device_s: float) -> tuple[float, ...]:

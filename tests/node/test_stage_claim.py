@@ -137,6 +137,16 @@ async def test_a_newcomer_measures_itself_and_takes_the_stage_that_limits_the_sw
     assert late.events == [events.Placed(stage=2, why=late.said[-1].partition(": ")[2], device_s=record.device_s)]
 
 
+@pytest.mark.parametrize("times", [0.4, 0.6])
+async def test_an_owner_is_told_of_a_device_that_is_too_slow_for_the_run(times: float) -> None:
+    hub = SimNetwork()
+    seeker = Seeker(hub, "slow", wish=None)
+    seeker._forward_s = times * seeker.context.run.pipeline.budget_s / 3
+    await seeker.claim()
+    warned = [line for line in seeker.said if "next to no work of this node will count" in line]
+    assert len(warned) == (times > 0.5)
+
+
 @pytest.mark.parametrize(("alone", "claimed_s"), [(3.0, 0.4), (2.4, 0.5)])
 async def test_a_newcomer_counts_what_its_device_computes_again_at_each_stage(alone: float, claimed_s: float) -> None:
     """A probe whose graph is kept tells too little of a stage that keeps none, or only some."""

@@ -11,6 +11,8 @@ import pytest
 from noloco_node.journal import events
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.peer import SimulatedPeer
+from noloco_node.sim.report.collector import EventCollector
+from noloco_node.sim.report.figures import make_report
 from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
@@ -97,6 +99,22 @@ def test_evaluations_of_a_simulated_pipeline_fall_with_its_training() -> None:
     assert losses[-1] == pytest.approx(trained[-1], rel=0.3)
     said = [line for name in ("s0r0", "s0r1") for line in record.world.peers[name].session.said]
     assert sum("of the final weights" in line for line in said) == 1
+
+
+def test_devices_whose_windows_take_longer_than_the_budget_compute_next_to_nothing_in_vain() -> None:
+    """A microbatch takes each device 120 s of a budget of 300 s, and a replica has four in its window."""
+    collectors: list[EventCollector] = []
+
+    def watch(world: World) -> list[EventCollector]:
+        collectors.append(EventCollector(world))
+        return collectors
+
+    slow = "inner_steps_per_round = 3\nmicrobatches_per_step = 4\n[devices]\nforward_s = 40.0\n"
+    setting = build_setup(decode_scenario(SWARM.format(rounds=2, refresh_s=10.0) + slow, "the test's scenario"))
+    report = simulate(setting, watch, lambda world: make_report(world, collectors[0]))
+    assert report.microbatches >= 2 * 2 * 3 * 4
+    assert report.counted_twice <= report.microbatches // 8
+    assert report.training_s <= 2.0 * 120.0 * report.microbatches / 2
 
 
 def test_a_stage_that_died_out_returns_from_its_disk() -> None:
