@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test that is a coroutine in virtual time, or by the wall clock where a marker asks for it.
 
-    Of a property of hypothesis, each example is one.
+    Of a property of hypothesis, each example is one. An argument `loop` of a test by the wall clock makes its loop.
     """
     test, body = pyfuncitem.obj, _body(pyfuncitem)
     if not inspect.iscoroutinefunction(body):
@@ -71,7 +71,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     from noloco_node.sim.clock import run
 
     if _has_one(pyfuncitem, BY_THE_WALL_CLOCK):
-        run = asyncio.run
+
+        def run(coroutine: Any) -> None:
+            with asyncio.Runner(loop_factory=pyfuncitem.funcargs.get("loop")) as runner:
+                runner.run(coroutine)
 
     def runs(*arguments: Any, **named: Any) -> None:
         run(body(*arguments, **named))

@@ -335,7 +335,7 @@ def find_files(path: str, suffixes: tuple[str, ...] = ("",)) -> list[tuple[str, 
                 why="its metadata would be read as text",
                 hint="write it as rows, dataset.to_parquet('rows.parquet') or to_json, and name that file",
             )
-        found = [(name, file) for name, file in _below(Path(given), frozenset()) if name.endswith(suffixes)]
+        found = [(name, file) for name, file in _below(Path(given), frozenset()) if name.lower().endswith(suffixes)]
     else:
         plain = given[: min((given.index(c) for c in "*?[" if c in given), default=len(given))]
         root = os.path.dirname(plain)

@@ -95,7 +95,7 @@ class JsonShard:
             yield BadRow("cannot be read further, and its rest is left out", f"{self._name} ({one_line(error, 120)})")
 
     def _lines(self, file: io.BufferedReader) -> Iterator[Row]:
-        plain = self._path.suffix not in _PACKED
+        plain = self._path.suffix.lower() not in _PACKED
         if plain and self._offset:
             file.seek(self._offset)
         else:
@@ -254,5 +254,5 @@ _PACKED: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open,
 
 
 def _unpacked(path: Path) -> io.BufferedReader:
-    opened = _PACKED.get(path.suffix)
+    opened = _PACKED.get(path.suffix.lower())
     return path.open("rb") if opened is None else cast(io.BufferedReader, opened(path))

@@ -338,7 +338,7 @@ def _kind_and_place(source: str) -> tuple[str, str]:
     kind, colon, rest = source.partition(":")
     if colon and kind in ("text", "json", "parquet", "hub"):
         return kind, rest
-    plain = re.sub(r"\.(gz|bz2|xz|zst)$", "", source)
+    plain = re.sub(r"\.(gz|bz2|xz|zst)$", "", source.lower())
     if plain.endswith((".json", ".jsonl", ".ndjson")):
         return "json", source
     return "parquet" if plain.endswith(".parquet") else "text", source

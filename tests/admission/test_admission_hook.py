@@ -1,11 +1,10 @@
 """A run with an owner, in memory and virtual time: members converse, strangers and who is shut out get nothing."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import pytest
 from admission_keys import NOW_S, OWNER, RUN, key, member, public
-from coroutine_tests import run_by
 from sample_messages import ASKS, Ask
 from user_errors import user_error
 
@@ -31,7 +30,6 @@ from noloco_node.admission.ticket import (
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.calls import HookedNetwork
 from noloco_node.network.interface import Conversation, PeerNetwork
-from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
 
 REFRESH_S = 10.0
@@ -78,18 +76,15 @@ async def asked(network: PeerNetwork, server: PeerNetwork, topic: str, text: str
         return str((await conversation.receive()).text)
 
 
-def played(play: Callable[[Swarm], Awaitable[None]], rule: str = "invited") -> None:
-    async def main() -> None:
-        await play(Swarm(rule))
-
-    run(main())
+@pytest.fixture
+def swarm() -> Swarm:
+    return Swarm("invited")
 
 
 def revoked(number: int, *keys: int) -> bytes:
     return encode_list(signed_list(key(0), RUN, number, {public(each): NOW_S + 10**6 for each in keys}))
 
 
-@run_by(played, gives=1)
 async def test_members_converse_and_read_each_other(swarm: Swarm) -> None:
     server, other = await swarm.server(1), swarm.network(2, member(2))
     for topic in ("gossip/0", "run", "state/1"):
@@ -115,7 +110,6 @@ def of_another_peer(number: int) -> bytes:
 
 
 @pytest.mark.parametrize("made", [lambda _: b"", forged, expired, of_another_run, of_another_peer])
-@run_by(played, gives=1)
 async def test_whoever_has_no_good_ticket_gets_nothing(swarm: Swarm, made: Callable[[int], bytes]) -> None:
     server, stranger = await swarm.server(1), swarm.network(2, made(2))
     for topic in ("gossip/0", "run", "state/1"):
@@ -133,7 +127,6 @@ async def test_whoever_has_no_good_ticket_gets_nothing(swarm: Swarm, made: Calla
     assert swarm.heard == []
 
 
-@run_by(played, gives=1)
 async def test_whoever_may_look_may_not_train(swarm: Swarm) -> None:
     ticket = encode((grant(key(0), RUN, Right.LOOK, NOW_S + 999, public(2)),))
     server, visitor = await swarm.server(1), swarm.network(2, ticket)
@@ -144,7 +137,6 @@ async def test_whoever_may_look_may_not_train(swarm: Swarm) -> None:
     assert await server.read_all(["roster"]) == [{}]
 
 
-@run_by(played, gives=1)
 async def test_a_ticket_ends_at_its_second_also_within_a_conversation(swarm: Swarm) -> None:
     server, other = await swarm.server(1), swarm.network(2, member(2, until=NOW_S + 100))
     async with other.talk(server.peer_id, "gossip/0", ASKS) as conversation:
@@ -157,7 +149,6 @@ async def test_a_ticket_ends_at_its_second_also_within_a_conversation(swarm: Swa
     assert swarm.heard == ["before"]
 
 
-@run_by(played, gives=1)
 async def test_a_peer_learns_that_it_is_shut_out_though_it_reads_no_list(swarm: Swarm) -> None:
     """One of the peers that it has met is gone."""
     servers = [await swarm.server(number) for number in (1, 2)]
@@ -176,7 +167,6 @@ async def test_a_peer_learns_that_it_is_shut_out_though_it_reads_no_list(swarm: 
         await victim.read_all(["roster"])
 
 
-@run_by(played, gives=1)
 async def test_a_peer_that_never_answers_about_a_ticket_is_not_waited_for(swarm: Swarm) -> None:
     """Neither before a conversation, nor within one where our ticket has changed."""
     server, caller = await swarm.server(1), swarm.network(2, member(2))
@@ -195,7 +185,6 @@ async def test_a_peer_that_never_answers_about_a_ticket_is_not_waited_for(swarm:
     assert asyncio.get_running_loop().time() < 3 * PATIENCE_S
 
 
-@run_by(played, gives=1)
 async def test_a_list_that_the_dht_did_not_take_is_published_at_the_next_reading(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,7 +206,6 @@ async def test_a_list_that_the_dht_did_not_take_is_published_at_the_next_reading
     assert tries == 2
 
 
-@run_by(played, gives=1)
 async def test_no_call_waits_for_a_ticket_that_is_shown_again(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
     server, caller = await swarm.server(1), swarm.network(5, member(5))
     await asked(caller, server, "gossip/0")
@@ -235,7 +223,6 @@ async def test_no_call_waits_for_a_ticket_that_is_shown_again(swarm: Swarm, monk
     showing.cancel()
 
 
-@run_by(played, gives=1)
 async def test_whoever_is_revoked_is_out_everywhere_within_a_minute(swarm: Swarm) -> None:
     """Told to one peer alone, which leaves soon after: the list goes on by way of the others."""
     servers = [await swarm.server(number) for number in (1, 2, 3)]
@@ -284,7 +271,6 @@ async def test_whoever_is_revoked_is_out_everywhere_within_a_minute(swarm: Swarm
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-@run_by(played, gives=1)
 async def test_an_invitation_is_for_whoever_shows_it_first(swarm: Swarm) -> None:
     link = grant(key(0), RUN, MEMBER | Right.ONCE, NOW_S + 999, public(8))
     invitation = InviteCredential((link,), (8).to_bytes(32))
@@ -308,8 +294,8 @@ async def test_an_invitation_is_for_whoever_shows_it_first(swarm: Swarm) -> None
             await asked(network, server, "run")
 
 
-@run_by(played, gives=1, rule="listed")
-async def test_a_listed_run_takes_no_invitations(swarm: Swarm) -> None:
+async def test_a_listed_run_takes_no_invitations() -> None:
+    swarm = Swarm("listed")
     link = grant(key(0), RUN, MEMBER | Right.ONCE, NOW_S + 999, public(8))
     ticket = InviteCredential((link,), (8).to_bytes(32)).ticket(RUN, peer_of(public(2)), MEMBER, NOW_S, None)
     server = await swarm.server(1)

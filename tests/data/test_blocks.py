@@ -484,7 +484,7 @@ def test_a_directory_that_may_be_listed_and_not_entered_is_passed_over(
     assert "Permission denied" in caught.value.why
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "JSONL", "Jsonl.GZ", "PARQUET"])
 def test_rows_in_a_file_whose_name_is_no_text_are_read(tmp_path: Path, ending: str) -> None:
     """pyarrow takes no such name."""
     rows = 8 * b'{"text": "some text"}\n'
@@ -495,11 +495,13 @@ def test_rows_in_a_file_whose_name_is_no_text_are_read(tmp_path: Path, ending: s
         "gz": gzip.compress(rows),
         "zst": pyarrow.compress(rows, "zstd", asbytes=True),
         "parquet": table.getvalue().to_pybytes(),
-    }[ending.split(".")[-1]]
-    (tmp_path / os.fsdecode(b"\xff." + ending.encode())).write_bytes(content)
-    source: Any = "parquet" if ending == "parquet" else "json"
-    blocks = open_blocks(DataConfig(source=source, path=str(tmp_path), validation_percent=0.0), 8, 0, "p")
-    assert len(blocks.next_batch(4)) == 4
+    }[ending.lower().split(".")[-1]]
+    path = tmp_path / os.fsdecode(b"\xff." + ending.encode())
+    path.write_bytes(content)
+    named = DataConfig(validation_percent=0.0).with_source(str(path))  # by its suffix, as other systems write it too
+    for data in (named, msgspec.structs.replace(named, path=str(tmp_path))):
+        assert len(open_blocks(data, 8, 0, "p").next_batch(4)) == 4
+        assert data.source == ("parquet" if ending.lower() == "parquet" else "json")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -20,11 +20,11 @@ import msgspec
 import psutil
 import pytest
 import torch
-import uvloop
+from event_loops import on_both_loops, on_uvloop
 from handlers import Work, echo
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from limits import LAST_RESORT_S, PATIENT, RECORD_S
+from limits import PATIENT, RECORD_S
 from sample_messages import ASKS, Ask, Bulk
 from user_errors import user_error
 
@@ -77,20 +77,6 @@ def nothing_stays_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ite
     os.rmdir(temporary)
 
 
-def run(main: Coroutine[Any, Any, None], loop: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(LAST_RESORT_S):
-            await main
-
-    with asyncio.Runner(loop_factory=loop) as runner:
-        runner.run(limited())
-
-
-on_both_loops = pytest.mark.parametrize(
-    "loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
-)
-
-
 @asynccontextmanager
 async def peer(
     *bootstrap: str, run: str = "run", tell: Callable[[str], None] = print, **settings: Any
@@ -121,149 +107,141 @@ async def fails(call: Callable[[], Awaitable[Any]], error: type[Exception], matc
 
 
 @on_both_loops
-def test_what_is_sent_arrives_and_what_is_not_understood_does_not(loop: Any) -> None:
-    async def main() -> None:
-        async with pair() as (one, _, other, _):
-            await other.serve("ask", ASKS, echo)
-            await other.serve("bulk", LARGE, echo)
-            async with one.talk(other.peer_id, "ask", ASKS) as conversation:
-                assert conversation.peer == other.peer_id
-                for text in ("a", "b" * 60_000):
-                    await conversation.send(Ask(text=text))
-                    assert await conversation.receive() == Ask(text=text)
-            numbers = torch.randn(BIG)
-            async with one.talk(other.peer_id, "bulk", LARGE) as conversation:
-                await conversation.send(Bulk(numbers=numbers))
-                assert torch.equal((await conversation.receive()).numbers, numbers)
-            assert one.statistics()["bytes.sent.bulk"] > 4 * BIG
-            assert other.statistics()["bytes.received.bulk"] > 4 * BIG
+async def test_what_is_sent_arrives_and_what_is_not_understood_does_not(loop: Any) -> None:
+    async with pair() as (one, _, other, _):
+        await other.serve("ask", ASKS, echo)
+        await other.serve("bulk", LARGE, echo)
+        async with one.talk(other.peer_id, "ask", ASKS) as conversation:
+            assert conversation.peer == other.peer_id
+            for text in ("a", "b" * 60_000):
+                await conversation.send(Ask(text=text))
+                assert await conversation.receive() == Ask(text=text)
+        numbers = torch.randn(BIG)
+        async with one.talk(other.peer_id, "bulk", LARGE) as conversation:
+            await conversation.send(Bulk(numbers=numbers))
+            assert torch.equal((await conversation.receive()).numbers, numbers)
+        assert one.statistics()["bytes.sent.bulk"] > 4 * BIG
+        assert other.statistics()["bytes.received.bulk"] > 4 * BIG
 
-            # A stranger to the schema is told so, counted, and harms nobody.
-            async with one.talk(other.peer_id, "bulk", ASKS) as conversation:
-                await conversation.send(Ask(text="not what you speak of"))
-                await fails(conversation.receive, ConnectionResetError, "does not decode")
-            assert other.statistics()[f"violations.{one.peer_id}"] == 1
-            async with one.talk(other.peer_id, "ask", ASKS) as conversation:
-                await conversation.send(Ask(text="still there?"))
-                assert await conversation.receive() == Ask(text="still there?")
+        # A stranger to the schema is told so, counted, and harms nobody.
+        async with one.talk(other.peer_id, "bulk", ASKS) as conversation:
+            await conversation.send(Ask(text="not what you speak of"))
+            await fails(conversation.receive, ConnectionResetError, "does not decode")
+        assert other.statistics()[f"violations.{one.peer_id}"] == 1
+        async with one.talk(other.peer_id, "ask", ASKS) as conversation:
+            await conversation.send(Ask(text="still there?"))
+            assert await conversation.receive() == Ask(text="still there?")
 
-            # Topics that nobody serves, peers that nobody knows, peers of another run.
-            for who, topic, words in (
-                (other.peer_id, "nonsense", "this run or version"),
-                (NOBODY, "ask", "cannot be reached"),
-            ):
-                talk = one.talk(who, topic, ASKS)
-                await fails(talk.__aenter__, ConnectionRefusedError, words)
-            await fails(one.talk("not base58", "ask", ASKS).__aenter__, ConnectionRefusedError, "no peer id")
-            with user_error(Exit.OTHER_RUN, "takes part in this run"):
-                async with peer(*await one.addresses(), run="another"):
-                    pass
-
-    run(main(), loop)
+        # Topics that nobody serves, peers that nobody knows, peers of another run.
+        for who, topic, words in (
+            (other.peer_id, "nonsense", "this run or version"),
+            (NOBODY, "ask", "cannot be reached"),
+        ):
+            talk = one.talk(who, topic, ASKS)
+            await fails(talk.__aenter__, ConnectionRefusedError, words)
+        await fails(one.talk("not base58", "ask", ASKS).__aenter__, ConnectionRefusedError, "no peer id")
+        with user_error(Exit.OTHER_RUN, "takes part in this run"):
+            async with peer(*await one.addresses(), run="another"):
+                pass
 
 
 @on_both_loops
-def test_conversations_end_as_they_should(loop: Any) -> None:
-    async def main() -> None:
-        async with pair() as (one, _, other, _):
-            heard: list[str] = []
-            finished = asyncio.Event()
+async def test_conversations_end_as_they_should(loop: Any) -> None:
+    async with pair() as (one, _, other, _):
+        heard: list[str] = []
+        finished = asyncio.Event()
 
-            async def listen(conversation: Conversation) -> None:
-                heard.append((await conversation.receive()).text)
-                await asyncio.sleep(0.05)
-                heard.append((await conversation.receive()).text)
-                finished.set()
+        async def listen(conversation: Conversation) -> None:
+            heard.append((await conversation.receive()).text)
+            await asyncio.sleep(0.05)
+            heard.append((await conversation.receive()).text)
+            finished.set()
 
-            async def fail(conversation: Conversation) -> None:
-                raise ValueError("a secret")
+        async def fail(conversation: Conversation) -> None:
+            raise ValueError("a secret")
 
-            work = Work()
-            for topic, handler in (("listen", listen), ("fail", fail), ("work", work)):
-                await other.serve(topic, ASKS, handler)
+        work = Work()
+        for topic, handler in (("listen", listen), ("fail", fail), ("work", work)):
+            await other.serve(topic, ASKS, handler)
 
-            # Leaving in the ordinary way loses nothing and cancels nothing.
-            async with one.talk(other.peer_id, "listen", ASKS) as conversation:
-                await conversation.send(Ask(text="first"))
-                await conversation.send(Ask(text="last"))
-            await finished.wait()
-            assert heard == ["first", "last"]
+        # Leaving in the ordinary way loses nothing and cancels nothing.
+        async with one.talk(other.peer_id, "listen", ASKS) as conversation:
+            await conversation.send(Ask(text="first"))
+            await conversation.send(Ask(text="last"))
+        await finished.wait()
+        assert heard == ["first", "last"]
 
-            # A handler that fails says so, without its secrets; one that returns ends the conversation.
-            async with one.talk(other.peer_id, "fail", ASKS) as conversation:
-                await fails(conversation.receive, ConnectionResetError, "error: ValueError in the handler")
-            async with one.talk(other.peer_id, "listen", ASKS) as conversation:
-                await conversation.send(Ask(text="a"))
-                await conversation.send(Ask(text="b"))
-                await fails(conversation.receive, ConnectionResetError, "ended the conversation")
-                await fails(lambda: conversation.send(Ask(text="c")), ConnectionResetError, "ended the conversation")
+        # A handler that fails says so, without its secrets; one that returns ends the conversation.
+        async with one.talk(other.peer_id, "fail", ASKS) as conversation:
+            await fails(conversation.receive, ConnectionResetError, "error: ValueError in the handler")
+        async with one.talk(other.peer_id, "listen", ASKS) as conversation:
+            await conversation.send(Ask(text="a"))
+            await conversation.send(Ask(text="b"))
+            await fails(conversation.receive, ConnectionResetError, "ended the conversation")
+            await fails(lambda: conversation.send(Ask(text="c")), ConnectionResetError, "ended the conversation")
 
-            # A caller that is cancelled cancels the callee's work.
-            async def call() -> None:
-                async with one.talk(other.peer_id, "work", ASKS) as conversation:
-                    await conversation.send(Ask(text="work"))
-                    await conversation.receive()
+        # A caller that is cancelled cancels the callee's work.
+        async def call() -> None:
+            async with one.talk(other.peer_id, "work", ASKS) as conversation:
+                await conversation.send(Ask(text="work"))
+                await conversation.receive()
 
-            calling = asyncio.create_task(call())
+        calling = asyncio.create_task(call())
+        await work.begun.wait()
+        calling.cancel()
+        await work.ended.wait()
+        assert work.outcome == "cancelled"
+
+        # Another handler may serve a topic later, though the daemon is told of it once.
+        await other.serve("fail", ASKS, echo)
+        async with one.talk(other.peer_id, "fail", ASKS) as conversation:
+            await conversation.send(Ask(text="hello"))
+            assert await conversation.receive() == Ask(text="hello")
+
+
+@on_uvloop
+async def test_a_daemon_that_is_killed_is_lost_at_once_and_another_takes_its_place(loop: Any) -> None:
+    said: list[str] = []
+    async with peer(tell=said.append) as (one, one_daemon), peer(*await one.addresses()) as (other, _):
+        work = Work()
+        before = (one.peer_id, await one.addresses())
+        for network in (one, other):
+            await network.serve("work", ASKS, work)
+            await network.serve("echo", ASKS, echo)
+        watching = asyncio.create_task(one.wait_daemon())
+        async with (
+            other.talk(one.peer_id, "work", ASKS) as incoming,
+            one.talk(other.peer_id, "echo", ASKS) as outgoing,
+        ):
+            await incoming.send(Ask(text="work"))
             await work.begun.wait()
-            calling.cancel()
-            await work.ended.wait()
-            assert work.outcome == "cancelled"
+            reading = asyncio.create_task(one.read("key"))
+            os.kill(one_daemon, signal.SIGKILL)
+            await fails(incoming.receive, ConnectionResetError, "broke")
+            await fails(outgoing.receive, ConnectionResetError, "broke")
+        await work.ended.wait()
+        with contextlib.suppress(ConnectionResetError):
+            await reading
 
-            # Another handler may serve a topic later, though the daemon is told of it once.
-            await other.serve("fail", ASKS, echo)
-            async with one.talk(other.peer_id, "fail", ASKS) as conversation:
-                await conversation.send(Ask(text="hello"))
-                assert await conversation.receive() == Ask(text="hello")
+        # Calls that begin now wait for the daemon that takes its place: the same peer, at the same address.
+        async with one.talk(other.peer_id, "echo", ASKS) as conversation:
+            await conversation.send(Ask(text="are you there?"))
+            assert await conversation.receive() == Ask(text="are you there?")
+        assert (one.peer_id, await one.addresses()) == before
+        assert one.statistics()["daemon.died"] == 1
+        assert "daemon died (it was killed" in said[0]
+        assert "back in the swarm" in said[1]
+        assert not watching.done()
+        watching.cancel()
 
-    run(main(), loop)
-
-
-def test_a_daemon_that_is_killed_is_lost_at_once_and_another_takes_its_place() -> None:
-    async def main() -> None:
-        said: list[str] = []
-        async with peer(tell=said.append) as (one, one_daemon), peer(*await one.addresses()) as (other, _):
-            work = Work()
-            before = (one.peer_id, await one.addresses())
-            for network in (one, other):
-                await network.serve("work", ASKS, work)
-                await network.serve("echo", ASKS, echo)
-            watching = asyncio.create_task(one.wait_daemon())
-            async with (
-                other.talk(one.peer_id, "work", ASKS) as incoming,
-                one.talk(other.peer_id, "echo", ASKS) as outgoing,
-            ):
-                await incoming.send(Ask(text="work"))
-                await work.begun.wait()
-                reading = asyncio.create_task(one.read("key"))
-                os.kill(one_daemon, signal.SIGKILL)
-                await fails(incoming.receive, ConnectionResetError, "broke")
-                await fails(outgoing.receive, ConnectionResetError, "broke")
-            await work.ended.wait()
-            with contextlib.suppress(ConnectionResetError):
-                await reading
-
-            # Calls that begin now wait for the daemon that takes its place: the same peer, at the same address.
-            async with one.talk(other.peer_id, "echo", ASKS) as conversation:
-                await conversation.send(Ask(text="are you there?"))
-                assert await conversation.receive() == Ask(text="are you there?")
-            assert (one.peer_id, await one.addresses()) == before
-            assert one.statistics()["daemon.died"] == 1
-            assert "daemon died (it was killed" in said[0]
-            assert "back in the swarm" in said[1]
-            assert not watching.done()
-            watching.cancel()
-
-            # It serves what it served, and is a node of the DHT again, though nobody told it whom to join by.
-            async with other.talk(one.peer_id, "echo", ASKS) as conversation:
-                await conversation.send(Ask(text="and you?"))
-                assert await conversation.receive() == Ask(text="and you?")
-            while not await other.publish("key", other.peer_id, b"x", RECORD_S):  # noqa: ASYNC110 (the DHT sets no event)
-                await asyncio.sleep(0.1)
-            assert await one.read("key") == {other.peer_id: b"x"}
-            assert await one.read_all(["another", "key"]) == [{}, {other.peer_id: b"x"}]
-
-    run(main(), uvloop.new_event_loop)
+        # It serves what it served, and is a node of the DHT again, though nobody told it whom to join by.
+        async with other.talk(one.peer_id, "echo", ASKS) as conversation:
+            await conversation.send(Ask(text="and you?"))
+            assert await conversation.receive() == Ask(text="and you?")
+        while not await other.publish("key", other.peer_id, b"x", RECORD_S):  # noqa: ASYNC110 (the DHT sets no event)
+            await asyncio.sleep(0.1)
+        assert await one.read("key") == {other.peer_id: b"x"}
+        assert await one.read_all(["another", "key"]) == [{}, {other.peer_id: b"x"}]
 
 
 async def test_daemons_that_die_again_and_again_are_given_up() -> None:
@@ -393,24 +371,17 @@ def dht_of(network: Libp2pNetwork) -> Any:
     return cast(Any, network._joined.records._node)._node
 
 
-def trouble_of(*bootstrap: str, **settings: Any) -> UserError:
-    caught: list[UserError] = []
-
-    async def main() -> None:
-        try:
-            async with peer(*bootstrap, **settings):
-                pytest.fail("it started")
-        except UserError as trouble:
-            caught.append(trouble)
-
-    run(main())
-    return caught[0]
+async def trouble_of(*bootstrap: str, **settings: Any) -> UserError:
+    with pytest.raises(UserError) as caught:
+        async with peer(*bootstrap, **settings):
+            pytest.fail("it started")
+    return caught.value
 
 
-def test_each_trouble_at_the_start_is_told_from_the_others() -> None:
+async def test_each_trouble_at_the_start_is_told_from_the_others() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
-        trouble = trouble_of(listen=(address,))
+        trouble = await trouble_of(listen=(address,))
         assert trouble.code is Exit.PORT_TAKEN
         assert address in str(trouble)
     for listen, words in (
@@ -418,14 +389,14 @@ def test_each_trouble_at_the_start_is_told_from_the_others() -> None:
         ("/ip4/198.51.100.1/tcp/4001", "cannot listen there"),
         ("/ip4/198.51.100.1/tcp/0", "cannot listen there"),
     ):
-        trouble = trouble_of(listen=(listen,))
+        trouble = await trouble_of(listen=(listen,))
         assert trouble.code is Exit.CONFIG
         assert words in str(trouble)
-    trouble = trouble_of(f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}", f"/dns4/no-such-host.invalid/tcp/1/p2p/{NOBODY}")
+    trouble = await trouble_of(f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}", f"/dns4/no-such-host.invalid/tcp/1/p2p/{NOBODY}")
     assert trouble.code is Exit.UNREACHABLE
     assert f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}: connection refused" in trouble.why
     assert f"/dns4/no-such-host.invalid/tcp/1/p2p/{NOBODY}: the host's name does not resolve" in trouble.why
-    assert trouble_of("/ip4/127.0.0.1/tcp/1").code is Exit.CONFIG
+    assert (await trouble_of("/ip4/127.0.0.1/tcp/1")).code is Exit.CONFIG
 
 
 async def test_a_wrong_peer_id_is_named_and_one_good_address_is_enough() -> None:
@@ -440,17 +411,14 @@ async def test_a_wrong_peer_id_is_named_and_one_good_address_is_enough() -> None
             assert await one.read("key") == {other.peer_id: b"x"}
 
 
-def test_an_identity_survives_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
-    async def name() -> None:
-        async with peer(identity=tmp_path / "identity") as (network, _):
-            names.append(network.peer_id)
-
-    names: list[str] = []
-    run(name())
-    assert (tmp_path / "identity").stat().st_mode & 0o777 == 0o600
-    run(name())
-    assert names[0] == names[1]
-    assert trouble_of(identity=tmp_path / "absent" / "identity").code is Exit.STORAGE
+async def test_an_identity_survives_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    path, names = tmp_path / "identity", set[str]()
+    for _ in range(2):
+        async with peer(identity=path) as (network, _):
+            names.add(network.peer_id)
+        assert path.stat().st_mode & 0o777 == 0o600
+    assert len(names) == 1
+    assert (await trouble_of(identity=tmp_path / "absent" / "identity")).code is Exit.STORAGE
 
 
 @settings(max_examples=60)
@@ -575,27 +543,25 @@ def test_directories_of_dead_processes_are_swept_away_and_no_others(tmp_path: Pa
     (parent / "noloco-network-other").rmdir()
 
 
-def test_a_start_that_is_cancelled_leaves_nothing() -> None:
-    async def main() -> None:
-        async def start() -> None:
-            async with peer():
-                pytest.fail("it was not cancelled")
+@on_uvloop
+async def test_a_start_that_is_cancelled_leaves_nothing(loop: Any) -> None:
+    async def start() -> None:
+        async with peer():
+            pytest.fail("it was not cancelled")
 
-        starting = asyncio.create_task(start())
-        while not p2pds():  # noqa: ASYNC110 (a process is born, which sets no event)
-            await asyncio.sleep(0)
-        starting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await starting
-        assert not p2pds()
-
-    run(main(), uvloop.new_event_loop)
+    starting = asyncio.create_task(start())
+    while not p2pds():  # noqa: ASYNC110 (a process is born, which sets no event)
+        await asyncio.sleep(0)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not p2pds()
 
 
-def test_a_daemon_that_ends_at_once_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_daemon_that_ends_at_once_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libp2p_network, "ensure_identity", lambda path: True)
     (tmp_path / "identity").write_bytes(b"\x08" + b"x" * 60)
-    trouble = trouble_of(identity=tmp_path / "identity")
+    trouble = await trouble_of(identity=tmp_path / "identity")
     assert trouble.code is Exit.DAEMON
     assert "ended at once" in trouble.why
 

@@ -2,14 +2,15 @@
 
 import asyncio
 import contextlib
+import inspect
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from coroutine_tests import run_by
 from handlers import Work, echo, now
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -178,6 +179,25 @@ def with_work(play: Callable[[Line, Work], Awaitable[None]], seconds: float = 1e
     """Run `play` with a line to a handler that works for so long, and with that handler."""
     work = Work(seconds)
     scene(work, lambda line: play(line, work))
+
+
+def run_by(runner: Callable[..., Any], *before: Any, gives: int = 0, **options: Any) -> Callable[..., Any]:
+    """Run a coroutine function as a test, by `runner(*before, function, **options)`.
+
+    The runner gives the first `gives` arguments itself; pytest gives the others, by their names.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., None]:
+        def test(**arguments: Any) -> None:
+            runner(*before, partial(function, **arguments), **options)
+
+        signature = inspect.signature(function)
+        test.__signature__ = signature.replace(parameters=[*signature.parameters.values()][gives:])
+        test.__name__, test.__doc__, test.__module__ = function.__name__, function.__doc__, function.__module__
+        test.pytestmark = getattr(function, "pytestmark", [])
+        return test
+
+    return decorate
 
 
 @run_by(scene, echo, gives=1, rate=100000.0)

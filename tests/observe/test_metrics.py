@@ -21,10 +21,8 @@ from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
 from noloco_node.swarm.roster import PeerRecord, Roster
-from noloco_node.web.places import ServedPlace
 
 MONITORING = ROOT / "docker" / "monitoring"
-OWN = ServedPlace("127.0.0.1", 0)
 
 
 def value(metrics: NodeMetrics, name: str, **labels: str) -> float | None:

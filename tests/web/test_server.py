@@ -4,15 +4,15 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-import uvloop
 from command_line import refused
+from event_loops import on_both_loops
 from hypothesis import given
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S
@@ -300,23 +300,18 @@ async def test_metrics_are_there_and_nothing_else(said: list[str]) -> None:
             assert (await ask(port, request)).partition(b" ")[2].startswith(status)
 
 
-@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def test_connections_are_few(said: list[str], loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+@on_both_loops
+async def test_connections_are_few(said: list[str], loop: Any) -> None:
     errors: list[dict[str, Any]] = []
-
-    async def main() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, error: errors.append(error))
-        async with scraped(said) as port:
-            held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(OF_METRICS.connections)]
-            assert await ask(port, b"GET /metrics HTTP/1.0\r\n\r\n") == b""
-            for _, writer in held:
-                await closed(writer)
-            async with asyncio.timeout(LAST_RESORT_S):
-                while not await ask(port, b"GET /metrics HTTP/1.0\r\n\r\n"):
-                    pass
-
-    with asyncio.Runner(loop_factory=loop) as runner:
-        runner.run(main())
+    asyncio.get_running_loop().set_exception_handler(lambda _, error: errors.append(error))
+    async with scraped(said) as port:
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(OF_METRICS.connections)]
+        assert await ask(port, b"GET /metrics HTTP/1.0\r\n\r\n") == b""
+        for _, writer in held:
+            await closed(writer)
+        async with asyncio.timeout(LAST_RESORT_S):
+            while not await ask(port, b"GET /metrics HTTP/1.0\r\n\r\n"):
+                pass
     assert not errors, "strangers could fill the log"
 
 
