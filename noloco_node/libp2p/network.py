@@ -61,6 +61,7 @@ logger = logging.getLogger(__name__)
 _ATTEMPTS = 3
 REJOIN_S = 15.0  # between two looks at who is connected
 _GREETED = 4  # at one look
+_TIME_EVERY = 4  # looks: then one more peer is greeted, for the time that it tells
 _RELAY_S = 10.0  # a relay has so long to give us a place
 _LOOK_S = 0.2
 _MOST_CIRCUITS = 2
@@ -420,8 +421,9 @@ class JoinedDaemon:
                 if present:
                     strangers = [each for each in present if not self.records.is_neighbour(self._id_of(each))]
                     await self._greet(_some(strangers, look, _GREETED))
-                    known = [each for each in present if each not in strangers]
-                    await self._greet(_some(known, look, _GREETED))  # for the time that they tell
+                    if look % _TIME_EVERY == 1:
+                        known = [each for each in present if each not in strangers]
+                        await self._greet(_some(known, look // _TIME_EVERY, 1))
                     here = {self.peer_id, *(each.peer for each in present)}
                     away = [each for each in met.beside(doors) if each.peer not in here]
                     await self._greet(await self.control.knock(_some(away, look, 1), self._timeouts.reach_s))

@@ -20,8 +20,8 @@ from noloco_node.units import LATEST_UNIX_S
 
 CLOCK_DOUBT_S = 60.0
 """This machine's time of day may differ from the others' by this and still count."""
-TOLD_S = 300.0
-"""An answer counts for so long."""
+TOLD_S = 1200.0
+"""An answer counts for so long: by then some twenty peers have told the time."""
 MOST_TOLD = 32
 
 
