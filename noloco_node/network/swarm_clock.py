@@ -52,6 +52,7 @@ class SwarmClock:
 
     def ahead_s(self) -> float:
         """Return by how much this machine's time of day is ahead of the time that counts; negative if behind."""
+        self.settle()
         return self._wall_s() - self.unix_s()
 
     def note(self, peer: str, unix_s: float) -> None:
