@@ -79,7 +79,7 @@ def members(
     action: Annotated[MemberAction, typer.Argument(metavar="ACTION", help="list, invite, revoke, ban or lift.")],
     options: MemberOptions,
 ) -> None:
-    """Let peers into your run and shut them out, with the owner's key beside the run file; it needs no network.
+    """Let peers into your run and shut them out, with the owner's key beside the run file.
 
     `invite` prints an invite for one identity: PEER's, or that of the first peer
     that shows it. `revoke` ends a ticket or such an invite, `ban` shuts a peer
@@ -88,7 +88,7 @@ def members(
     """
     typer.echo(administer(action, options))
     if action in (MemberAction.REVOKE, MemberAction.BAN, MemberAction.LIFT):
-        typer.echo(run(_revocation_report(options)))
+        typer.echo(run(_revocation_report(action, options)))
 
 
 def administer(action: MemberAction, options: MemberOptions) -> str:
@@ -126,7 +126,7 @@ def _invite(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKey,
             raise _usage(f"{options.who!r} is no peer id.", hint, "it is not what a peer's key makes")
         if (out_s := members.revoked.get(subject.hex(), 0)) > now_s:
             why = "whatever it shows is refused until then, an invite of today as well"
-            raise _usage(f"{options.who} is shut out until {_day(out_s)}.", "an invite after that", why)
+            raise _usage(f"{options.who} is shut out until {_day(out_s)}.", "`noloco-node members lift` first", why)
         kind, credential = TICKET, InviteCredential((grant(key, recipe.digest, rights, until, subject),))
     elif recipe.run.admission.rule == "listed" or options.may_sign:
         raise _usage(
@@ -164,8 +164,10 @@ def _let_back(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKe
     members, now_s = owner_files.load_members(options.run), time.time()
     subject = _subject(options.who, members)
     peer = peer_of(bytes.fromhex(subject))
-    if members.revoked.get(subject, 0) <= now_s:
+    if not members.number:
         raise _usage(f"{peer} is not shut out.", "`noloco-node members list` says who is", "there is nothing to lift")
+    if subject not in members.revoked:  # lifted before, and perhaps no bootstrap peer has taken the list
+        return f"not shut out: {peer} (list number {members.number})."
     changed = owner_files.with_revoked(members, key, recipe.digest, {subject: 0}, now_s)
     owner_files.save_members(options.run, changed)
     return (
@@ -228,7 +230,7 @@ def _usage(what: str, hint: str, why: str = "`noloco-node members` was not told 
     return usage_error(what, why=why, hint=hint)
 
 
-async def _revocation_report(options: MemberOptions) -> str:
+async def _revocation_report(action: MemberAction, options: MemberOptions) -> str:
     """Say whether a bootstrap peer of the run has the owner's list."""
     recipe = RunFileText(read_run_text(options.run), str(options.run))
     invite = _bootstrap_invite(options, recipe.digest)
@@ -241,7 +243,7 @@ async def _revocation_report(options: MemberOptions) -> str:
     )
     try:
         async with connected(settings) as network:
-            return await confirmation(access, network, options) + clock_note(CLOCK.ahead_s())
+            return await confirmation(access, network, options) + clock_note(action, CLOCK.ahead_s())
     except (UserError, ExceptionGroup) as error:
         known = user_error_of(error)
         if known is None:
@@ -270,11 +272,13 @@ async def confirmation(access: RunAccess, network: PeerNetwork, options: MemberO
     return _not_confirmed("; ".join(reasons))
 
 
-def clock_note(ahead_s: float) -> str:
-    """Return a line for an owner whose clock is wrong: by it peers are shut out until some time; else nothing."""
-    if abs(ahead_s) < CLOCK_DOUBT_S:
+def clock_note(action: MemberAction, ahead_s: float) -> str:
+    """Return a line for an owner whose clock is wrong: by it a peer is shut out until some time; else nothing."""
+    if action is MemberAction.LIFT or abs(ahead_s) < CLOCK_DOUBT_S:
         return ""
-    return f"\n{wrong_clock(ahead_s).brief}, and the times above with it: set it, and give the command again"
+    # A peer stays shut out until the later of two times.
+    lift = ", lift what this command did" if ahead_s > 0.0 else ""
+    return f"\n{wrong_clock(ahead_s).brief}, and the time above with it: set it{lift}, and give the command again"
 
 
 def _given_invite(options: MemberOptions, digest: str) -> invites.Invite | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -67,32 +68,35 @@ async def export(
         return await asyncio.to_thread(_best_of_homes, out, homes, wanted)
     if invite is None:
         return await asyncio.to_thread(_from_homes, out, homes, wanted)
-    with held(parts_beside(out), out):
-        return await _from_swarm(out, invite, homes, visitor, wanted)
+    return await _from_swarm(out, invite, homes, visitor, wanted)
 
 
 async def _from_swarm(
     out: Path, invite: str, homes: Sequence[Path], visitor: Visitor, wanted: adapter_files.AdapterExport
 ) -> str:
-    async with visited(invite, visitor) as (network, recipe, membership):
-        base = await asyncio.to_thread(_base_of, recipe, homes, wanted)
-        layout = await asyncio.to_thread(_layout_of, recipe.run)
-        filed = await asyncio.to_thread(of_homes, homes, recipe)
-        parts = parts_of(out, recipe, layout)
-        data = await replica_fetch.fetched_tokenizer(network, recipe, membership.peek, invite, parts.path / "tokenizer")
-        swarm = SwarmExport(
-            network=network, recipe=recipe, look=membership.peek, layout=layout, parts=parts, filed=filed
-        )
-        found = await swarm.stages()
-        roster = await membership.peek()
-    records = [record for number in range(len(found)) for record in roster.stage(number)]
-    evaluations = evaluations_of(homes, recipe.digest, [each.evaluation for each in records if each.evaluation])
-    writer = _Writer(out, recipe, layout, data, wanted, base, evaluations)
-    snapshots = [parts.replicas(n, (), are_snapshots=True) if stage.kept_by else [] for n, stage in enumerate(found)]
-    lying = [newest([*filed, *parts.replicas(n, ()), *snapshots[n]], n) for n in range(len(found))]
-    done = await asyncio.to_thread(writer.write_best, found, lying)
-    parts.remove()
-    return done
+    with ExitStack() as holding:
+        async with visited(invite, visitor) as (network, recipe, membership):
+            holding.enter_context(held(parts_beside(out), out))
+            base = await asyncio.to_thread(_base_of, recipe, homes, wanted)
+            layout = await asyncio.to_thread(_layout_of, recipe.run)
+            filed = await asyncio.to_thread(of_homes, homes, recipe)
+            parts = parts_of(out, recipe, layout)
+            kept = parts.path / "tokenizer"
+            data = await replica_fetch.fetched_tokenizer(network, recipe, membership.peek, invite, kept)
+            swarm = SwarmExport(
+                network=network, recipe=recipe, look=membership.peek, layout=layout, parts=parts, filed=filed
+            )
+            found = await swarm.stages()
+            roster = await membership.peek()
+        records = [record for number in range(len(found)) for record in roster.stage(number)]
+        evaluations = evaluations_of(homes, recipe.digest, [each.evaluation for each in records if each.evaluation])
+        writer = _Writer(out, recipe, layout, data, wanted, base, evaluations)
+        kept_by = enumerate(stage.kept_by for stage in found)
+        snapshots = [parts.replicas(n, (), are_snapshots=True) if by else [] for n, by in kept_by]
+        lying = [newest([*filed, *parts.replicas(n, ()), *snapshots[n]], n) for n in range(len(found))]
+        done = await asyncio.to_thread(writer.write_best, found, lying)
+        parts.remove()
+        return done
 
 
 def _layout_of(run: RunConfig) -> ModelLayout | ForeignLayout:

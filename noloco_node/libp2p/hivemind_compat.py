@@ -247,12 +247,15 @@ class DhtNode:
         answers: list[bool] = []
         with contextlib.suppress(TimeoutError, ConnectionResetError):
             async with asyncio.timeout(wait_s):
-                answers += await asyncio.gather(*map(self.ping, peers))
+                answers += await asyncio.gather(*map(self._knock, peers))
                 while answers and not any(answers):  # a peer is reached a moment before its node of the DHT answers
                     await asyncio.sleep(_ASK_AGAIN_S)
-                    answers = await asyncio.gather(*map(self.ping, peers))
+                    answers = await asyncio.gather(*map(self._knock, peers))
                 await self._become_known()
         return any(answers)
+
+    async def _knock(self, door: PeerId) -> bool:
+        return await self.ask_time(door, is_door=True)
 
     @property
     def me(self) -> str:
@@ -282,12 +285,16 @@ class DhtNode:
         self._node.protocol._validate_dictionary = validate
 
     async def ping(self, peer_id: PeerId) -> bool:
-        """Make us known to a node, and note the time that it tells; say whether it answers."""
-        before = _PINGED.set(peer_id.to_base58())
+        """Make us known to a node; say whether it answers."""
+        return await self._node.protocol.call_ping(peer_id) is not None
+
+    async def ask_time(self, peer_id: PeerId, *, is_door: bool = False) -> bool:
+        """Ping a node, and note the time of day that it tells; say whether it answers. `is_door`: we join by it."""
+        before = _ASKED_TIME.set(Asked(peer_id.to_base58(), is_door))
         try:
-            return await self._node.protocol.call_ping(peer_id) is not None
+            return await self.ping(peer_id)
         finally:
-            _PINGED.reset(before)
+            _ASKED_TIME.reset(before)
 
     async def nearest(self, place: bytes, most: int) -> tuple[PeerId, ...]:
         """Return the peers whose nodes are nearest to a place, of those that answer and of us; the nearest first."""
@@ -362,7 +369,7 @@ class DhtNode:
 
         async def checked(node_id: Any, peer_id: PeerId, responded: bool = True) -> None:
             _CALLEE.set("")  # this is a task of hivemind, which may ask other peers by itself
-            _PINGED.set("")
+            _ASKED_TIME.set(None)
             if responded and node_id not in (None, self._id_of(peer_id)):
                 self._refused[peer_id] = None
                 if len(self._refused) > _MOST_REFUSED:
@@ -439,14 +446,21 @@ class DhtNode:
         await self._node.shutdown()
 
 
+class Asked(NamedTuple):
+    """A peer that we ask for its time of day. `is_door`: we join by it."""
+
+    peer: str
+    is_door: bool
+
+
 CALLER: ContextVar[str] = ContextVar("caller", default="")
 """The peer whose request is being answered; empty where we act by ourselves."""
 
 _CALLEE: ContextVar[str] = ContextVar("callee", default="")
 """The peer whose node we ask; empty where hivemind asks by itself."""
 
-_PINGED: ContextVar[str] = ContextVar("pinged", default="")
-"""The peer that we ping, whose answer tells its time of day."""
+_ASKED_TIME: ContextVar[Asked | None] = ContextVar("asked_time", default=None)
+"""The peer whose answer to our ping tells us its time of day; None where it does not count."""
 
 _KNOWN: ContextVar[Mapping[str, Version] | None] = ContextVar("known", default=None)
 """The versions of records that we have while we ask for others; None while we ask for nodes."""
@@ -534,6 +548,8 @@ class _Authorizer:
         asks_for_it = request.auth.client_access_token.public_key == _SHOW and type(request).__name__ != "PingRequest"
         if own is not None and asks_for_it:
             response.auth.service_access_token.signature = own.raw
+        if type(response).__name__ == "PingResponse":
+            response.dht_time = CLOCK.own_s()
         if not _is_find(request):
             return
         reads = request.auth.service_public_key
@@ -553,8 +569,8 @@ class _Authorizer:
         """Restore a short answer. hivemind takes an error, or what is not good, for a missing answer."""
         if not (_has_node_id(response) and self._is_member(response.auth.service_access_token.signature)):
             return False
-        if _PINGED.get() and type(response).__name__ == "PingResponse":
-            CLOCK.note(_PINGED.get(), response.dht_time)
+        if (asked := _ASKED_TIME.get()) is not None and type(response).__name__ == "PingResponse":
+            CLOCK.note(asked.peer, response.dht_time, is_door=asked.is_door)
         if _is_find(request) and len(response.results) != len(request.keys):
             return False  # each result would be decompressed, to a thousand times its bytes
         for result in response.results if _is_find(request) else ():

@@ -54,14 +54,14 @@ from noloco_node.libp2p.stream import Stream
 from noloco_node.libp2p.switchboard import Switchboard
 from noloco_node.network.interface import Handler
 from noloco_node.network.schema import Schema
-from noloco_node.network.swarm_clock import CLOCK
+from noloco_node.network.swarm_clock import CLOCK, LEAST_TOLD
 
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
 REJOIN_S = 15.0  # between two looks at who is connected
 _GREETED = 4  # at one look
-_TIME_EVERY = 4  # looks: then one more peer is greeted, for the time that it tells
+_TIME_EVERY = 4  # looks: then one more peer is asked for its time of day
 _RELAY_S = 10.0  # a relay has so long to give us a place
 _LOOK_S = 0.2
 _MOST_CIRCUITS = 2
@@ -411,7 +411,7 @@ class JoinedDaemon:
         down between two parts of the swarm leaves each part complete for itself, and nobody lacks anything: so knock
         at one that is away, too, each time at another one.
         """
-        look = 0
+        look, door_peers = 0, {door.peer for door in doors}
         while True:
             look += 1
             CLOCK.settle()
@@ -422,8 +422,10 @@ class JoinedDaemon:
                     strangers = [each for each in present if not self.records.is_neighbour(self._id_of(each))]
                     await self._greet(_some(strangers, look, _GREETED))
                     if look % _TIME_EVERY == 1:
-                        known = [each for each in present if each not in strangers]
-                        await self._greet(_some(known, look // _TIME_EVERY, 1))
+                        # Of all: a peer that keeps out of our routing table, as strangers do, has no more voices.
+                        for each in _some(present, look // _TIME_EVERY, LEAST_TOLD if look == 1 else 1):
+                            with contextlib.suppress(ConnectionError):
+                                await self.records.ask_time(self._id_of(each), is_door=each.peer in door_peers)
                     here = {self.peer_id, *(each.peer for each in present)}
                     away = [each for each in met.beside(doors) if each.peer not in here]
                     await self._greet(await self.control.knock(_some(away, look, 1), self._timeouts.reach_s))

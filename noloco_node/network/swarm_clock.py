@@ -1,9 +1,12 @@
 """The time of day by which records and tickets expire: this machine's, or that of the peers where they disagree.
 
-A volunteer's clock may be wrong by an hour, or be set while a node runs. Each peer tells the time with its answer to a
-ping. If at least half of those that answered lately agree with this machine to within `CLOCK_DOUBT_S`, its own time of
-day counts; else the median of theirs. So the machine takes part whatever its clock says, and the only error of a clock
-that matters is that of most peers. A liar moves nobody for whom honest peers are at least half.
+A volunteer's clock may be wrong by an hour, or be set while a node runs. Each peer tells its machine's time of day with
+its answer to a ping, and not the time by which it goes: else one wrong clock would spread. If at least half of those
+that answered lately agree with this machine to within `CLOCK_DOUBT_S`, its own time of day counts; else the median of
+theirs. So the machine takes part whatever its clock says. Liars move nobody for whom half of the answers are honest.
+
+Fewer than `LEAST_TOLD` answers move nobody, except that of a peer by which we join, which the invite names. Where
+nothing is decided, what was decided last stays.
 
 Between two answers the clock runs by the time since the machine was started, which nobody sets and which goes on while
 the machine sleeps.
@@ -22,7 +25,7 @@ CLOCK_DOUBT_S = 60.0
 """This machine's time of day may differ from the others' by this and still count."""
 TOLD_S = 1200.0
 """An answer counts for so long: by then some twenty peers have told the time."""
-MOST_TOLD = 32
+LEAST_TOLD, MOST_TOLD = 3, 32
 
 
 def _since_start_s() -> float:
@@ -30,10 +33,14 @@ def _since_start_s() -> float:
 
 
 class _Told(NamedTuple):
-    """What a peer told: its time of day minus the time since our start, and when (since our start)."""
+    """What a peer told: its time of day minus the time since our start, and when (since our start).
+
+    `is_door`: we join by it.
+    """
 
     offset_s: float
     at_s: float
+    is_door: bool
 
 
 class SwarmClock:
@@ -44,34 +51,46 @@ class SwarmClock:
     ) -> None:
         self._wall_s, self._since_start_s = wall_s, since_start_s
         self._told: dict[str, _Told] = {}  # by peer; the one that told last comes last
-        self._offset_s = wall_s() - since_start_s()
+        self._offset_s, self._is_theirs = wall_s() - since_start_s(), False
 
     def unix_s(self) -> float:
         """Return the time of day that counts, in Unix seconds."""
         return self._since_start_s() + self._offset_s
 
+    def earliest_s(self) -> float:
+        """Return the earlier of the time that counts and this machine's: what is signed until then is not for ever."""
+        return min(self.unix_s(), self.own_s())
+
+    def own_s(self) -> float:
+        """Return this machine's time of day, which we tell others."""
+        return self._wall_s()
+
     def ahead_s(self) -> float:
         """Return by how much this machine's time of day is ahead of the time that counts; negative if behind."""
+        self.settle()
         return self._wall_s() - self.unix_s()
 
-    def note(self, peer: str, unix_s: float) -> None:
+    def note(self, peer: str, unix_s: float, *, is_door: bool = False) -> None:
         """Note the time that a peer has told just now; how long its answer was under way does not matter here."""
         if not 0.0 < unix_s <= LATEST_UNIX_S:
             return
         now_s = self._since_start_s()
         self._told.pop(peer, None)
-        self._told[peer] = _Told(unix_s - now_s, now_s)
+        self._told[peer] = _Told(unix_s - now_s, now_s, is_door)
         if len(self._told) > MOST_TOLD:
             del self._told[next(iter(self._told))]
         self.settle()
 
     def settle(self) -> None:
-        """Decide by the latest answers whose time counts; without any it is ours."""
+        """Decide by the latest answers whose time counts."""
         now_s, own_s = self._since_start_s(), self._wall_s() - self._since_start_s()
         self._told = {peer: each for peer, each in self._told.items() if now_s - each.at_s < TOLD_S}
         told_s = [each.offset_s for each in self._told.values()]
-        agree = sum(abs(each - own_s) < CLOCK_DOUBT_S for each in told_s)
-        self._offset_s = own_s if 2 * agree >= len(told_s) else median_low(told_s)
+        if len(told_s) >= LEAST_TOLD or any(each.is_door for each in self._told.values()):
+            self._is_theirs = 2 * sum(abs(each - own_s) < CLOCK_DOUBT_S for each in told_s) < len(told_s)
+            self._offset_s = median_low(told_s) if self._is_theirs else own_s
+        elif not self._is_theirs and all(abs(each - self._offset_s) >= CLOCK_DOUBT_S for each in told_s):
+            self._offset_s = own_s  # nobody holds that our clock was right before it was set
 
 
 CLOCK = SwarmClock()

@@ -297,8 +297,8 @@ async def _measure(context: NodeContext, stage: StageModel, number: int) -> tupl
     if device_s > run.pipeline.budget_s / 2:
         context.warn(
             f"a microbatch takes this device {format_duration(device_s)} at stage {number}, and is given up after "
-            f"{format_duration(run.pipeline.budget_s)} on its way (pipeline.budget_s): next to no work of this node "
-            "will count. Another --device, or a stage with less work (--stage), is faster"
+            f"{format_duration(run.pipeline.budget_s)} on its way (pipeline.budget_s): much of this node's work "
+            "may not count. Another --device, or a stage with less work (--stage), is faster"
         )
     return microbatch_s(context, number, device_s), probe.kept_bytes
 

@@ -92,7 +92,7 @@ def describe_expectation(planned: Planned, machines: throughput.Machines) -> lis
     ]
     spare = machines.count - throughput.taking_part(run, machines)
     if spare > 0:
-        said.append(f"This plan leaves out {spare} of {machines.count} machines, which may join as more replicas.")
+        said.append(f"This run leaves out {spare} of {machines.count} machines, which may join as more replicas.")
     if len(set(found.replicas)) > 1:
         said.append(
             "Stages that ask for more have more replicas. Peers choose so by themselves where their owners name their "

@@ -91,7 +91,7 @@ class HostedAdmissions:
         owns = key_file(self._run_file).is_file()
         if owns:
             owner = TicketSigner(await asyncio.to_thread(load_owner_key, self._run_file, self._admission))
-            ticket = owner.ticket(self._recipe.digest, network.peer_id, MEMBER, int(CLOCK.unix_s()) + HOST_S)
+            ticket = owner.ticket(self._recipe.digest, network.peer_id, MEMBER, int(CLOCK.earliest_s()) + HOST_S)
             admitted: PeerNetwork = HookedNetwork(network, AdmissionHook(network, self._state, ticket))
             sign: Sign | None = owner.ticket
         else:
@@ -99,7 +99,7 @@ class HostedAdmissions:
         if sign is not None:
             named = None if self._admission.rule == "open" else lambda key: self._named.get(key.hex(), 0)
             signs = (lambda key: self._signs.get(key.hex(), 0)) if owns else lambda _: 0
-            service = TicketService(self._state, sign, CLOCK.unix_s, named, signs)
+            service = TicketService(self._state, sign, CLOCK.earliest_s, named, signs)
             await network.serve(ticket_service.TOPIC, ticket_service.SCHEMA, service.answer)
         return admitted
 

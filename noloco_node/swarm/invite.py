@@ -147,8 +147,12 @@ def widened(invite: Invite, addresses: Iterable[str], first: Sequence[str] = ())
     met = {each.peer: each for each in islice(_legible(addresses), BESIDE)}
     lasting, earlier = list(known)[:LASTING], list(known)[LASTING:]
     peers = list(dict.fromkeys((*lasting, *met, *earlier)))[:MOST_PEERS]
-    for peer in met:  # by default each start takes another port
-        known[peer] = [met[peer], *known.get(peer, ())[:1]]
+    for peer, now in met.items():
+        # By default each start takes another port. Of each host the first known one stays, for it may last.
+        lasts: dict[str, PeerAddress] = {}
+        for each in known.get(peer, ()):
+            lasts.setdefault(_host(each), each)
+        known[peer] = [now, *(each for each in lasts.values() if each != now)]
     listed = dict.fromkeys((*first, *(str(each) for peer in peers for each in known[peer][:MOST_PLACES])))
     return format(invite.digest, list(listed)[:_MOST_ADDRESSES], invite.credential)
 
@@ -158,6 +162,10 @@ def without_secret(text: str) -> str:
     parsed = parse(text)
     credential = parsed.credential
     return text if credential is None or not credential.chain else str(msgspec.structs.replace(parsed, credential=None))
+
+
+def _host(address: PeerAddress) -> str:
+    return "/".join(address.transport.split("/")[:3])
 
 
 def _legible(addresses: Iterable[str]) -> Iterator[PeerAddress]:

@@ -35,7 +35,7 @@ from noloco_node.admission.owner_files import (
 from noloco_node.admission.ticket import MEMBER, MOST_REVOKED, Right, encode, encode_list, peer_of, signed_list
 from noloco_node.admission.ticket_service import OPEN_DAYS, TicketSigner
 from noloco_node.cli.main import app
-from noloco_node.cli.members import MemberOptions, clock_note, confirmation
+from noloco_node.cli.members import MemberAction, MemberOptions, clock_note, confirmation
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.swarm_clock import CLOCK_DOUBT_S
 from noloco_node.sim.network.sim_network import SimNetwork
@@ -264,9 +264,13 @@ def test_what_was_shut_out_comes_back_by_the_same_ticket_and_nobody_else_does(
     assert peers_state.is_revoked(OTHER)
     assert not peers_state.take_revocations(before.signed), "the earlier list says nothing any more"
     assert not peers_state.is_revoked(PEER)
-    with pytest.raises(UserError, match="is not shut out"):
-        owner.members("lift", PEER)
+    assert "not shut out" in owner.members("lift", PEER), "only the list is handed over"
     assert load_members(owner.run).number == 3
+
+
+def test_nobody_is_let_back_in_where_nobody_was_shut_out(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not shut out"):
+        Owner(tmp_path, "open").members("lift", PEER)
 
 
 @pytest.mark.parametrize("invite", ["nonsense", "", invites.format("a" * 64, [PLACE])])
@@ -447,8 +451,9 @@ def test_a_list_that_is_no_file_lets_nobody_in(tmp_path: Path) -> None:
         HostedAdmissions(owner.recipe, owner.run, tmp_path / "identity.key", None)
 
 
-@given(st.floats(-1e8, 1e8))
-def test_an_owner_whose_clock_is_wrong_is_told_what_it_spoils(ahead_s: float) -> None:
-    note = clock_note(ahead_s)
-    assert bool(note) == (abs(ahead_s) >= CLOCK_DOUBT_S)
+@given(st.floats(-1e8, 1e8), st.sampled_from([MemberAction.REVOKE, MemberAction.BAN, MemberAction.LIFT]))
+def test_an_owner_whose_clock_is_wrong_is_told_what_it_spoils(ahead_s: float, action: MemberAction) -> None:
+    note = clock_note(action, ahead_s)
+    assert bool(note) == (action is not MemberAction.LIFT and abs(ahead_s) >= CLOCK_DOUBT_S)
     assert ("behind" in note) == (bool(note) and ahead_s < 0.0)
+    assert ("lift" in note) == (bool(note) and ahead_s > 0.0)

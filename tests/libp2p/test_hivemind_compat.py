@@ -506,24 +506,27 @@ async def test_what_hivemind_asks_by_itself_after_an_answer_is_not_taken_for_a_q
     assert callees == ["", nodes.peers[1].to_base58()]
 
 
-def test_a_peer_that_we_ping_tells_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    peer, noted, told = some_peer(Random(0)), list[tuple[str, float]](), 1.8e9
-    monkeypatch.setattr(hivemind_compat.CLOCK, "note", lambda *each: noted.append(each))
+def test_a_peer_that_we_ask_tells_the_time_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, noted, told = some_peer(Random(0)), list[tuple[object, ...]](), 1.8e9
+    monkeypatch.setattr(hivemind_compat.CLOCK, "note", lambda *each, is_door: noted.append((*each, is_door)))
+    monkeypatch.setattr(hivemind_compat.CLOCK, "own_s", lambda: told)
     calls = _Authorizer(CallRules(lambda *parts: b"c" * 32, None))
 
     async def call_ping(_: Any) -> Any:
-        return await calls.validate_response(
-            inside("proto.dht_pb2:PingResponse")(dht_time=told), inside("proto.dht_pb2:PingRequest")()
-        )
+        request, response = inside("proto.dht_pb2:PingRequest")(), inside("proto.dht_pb2:PingResponse")(dht_time=1.0)
+        await calls.sign_response(response, request)
+        return await calls.validate_response(response, request)
 
     node = DhtNode(SimpleNamespace(protocol=SimpleNamespace(storage=None, call_ping=call_ping)), id_of)
 
     async def main() -> None:
+        assert await node.ask_time(peer)
+        assert await node.ask_time(peer, is_door=True)
         assert await node.ping(peer)
         await call_ping(peer)  # which hivemind calls by itself
 
     asyncio.run(main())
-    assert noted == [(peer.to_base58(), told)]
+    assert noted == [(peer.to_base58(), told, is_door) for is_door in (False, True)]
 
 
 def test_a_machine_that_lends_no_lock_of_processes_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,6 @@ from noloco_node.libp2p.daemon import (
     remove_stale,
     restart_pause_s,
 )
-from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.reachability import DialBackReply, DialMe
 from noloco_node.libp2p.relays import Grant
@@ -341,8 +340,8 @@ async def test_records_are_found_by_the_time_that_others_tell(monkeypatch: pytes
     year_s = 365 * 86400.0
     monkeypatch.setattr(CLOCK, "_told", {})
     monkeypatch.setattr(CLOCK, "_offset_s", CLOCK._offset_s)
-    load_hivemind()
-    monkeypatch.setattr(sys.modules["hivemind.dht.protocol"], "get_dht_time", lambda: time.time() + year_s)
+    monkeypatch.setattr(CLOCK, "_is_theirs", False)
+    monkeypatch.setattr(CLOCK, "own_s", lambda: time.time() + year_s)
     async with pair() as (one, _, other, _):
         assert CLOCK.ahead_s() == pytest.approx(-year_s, abs=RECORD_S)
         assert await other.publish("key", other.peer_id, b"x", RECORD_S)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.network.swarm_clock import CLOCK_DOUBT_S, MOST_TOLD, TOLD_S, SwarmClock
+from noloco_node.network.swarm_clock import CLOCK_DOUBT_S, LEAST_TOLD, MOST_TOLD, TOLD_S, SwarmClock
 
 TODAY_S = 1.8e9
 ERRORS_S = st.floats(-1e9, 1e9)
@@ -20,9 +20,9 @@ class Machine:
         self.error_s, self.now_s = error_s, 3600.0
         self.clock = SwarmClock(lambda: TODAY_S + self.now_s + self.error_s, lambda: self.now_s)
 
-    def hear(self, peer: str, error_s: float = 0.0) -> None:
+    def hear(self, peer: str, error_s: float = 0.0, *, is_door: bool = False) -> None:
         """Hear a peer whose time of day is wrong by so much."""
-        self.clock.note(peer, TODAY_S + self.now_s + error_s)
+        self.clock.note(peer, TODAY_S + self.now_s + error_s, is_door=is_door)
 
     @property
     def wrong_s(self) -> float:
@@ -37,7 +37,7 @@ def test_no_clock_matters_but_those_of_most_peers(
     told = [*honest_s, *liars_s[: len(honest_s) - 1]]
     order.shuffle(told)
     for number, error_s in enumerate(told):
-        machine.hear(f"peer {number}", error_s)
+        machine.hear(f"peer {number}", error_s, is_door=True)
     # A clock that is nearly right may count itself.
     assert abs(machine.wrong_s) <= 20.0 + CLOCK_DOUBT_S
     assert machine.clock.ahead_s() == pytest.approx(own_s - machine.wrong_s, abs=1e-3)
@@ -67,13 +67,41 @@ def test_a_clock_that_is_set_while_others_answer_changes_nothing(sets_s: list[fl
         machine.clock.settle()
 
 
-@given(ERRORS_S, ERRORS_S)
-def test_a_peer_that_is_alone_goes_by_its_own_clock(own_s: float, other_s: float) -> None:
+@given(ERRORS_S, st.lists(ERRORS_S, max_size=LEAST_TOLD - 1))
+def test_few_strangers_move_nobody(own_s: float, others_s: list[float]) -> None:
     machine = Machine(own_s)
-    machine.hear("gone", other_s)
+    for number, error_s in enumerate(others_s):
+        machine.hear(f"stranger {number}", error_s)
+    assert machine.clock.ahead_s() == pytest.approx(0.0, abs=1e-3)
+    machine.error_s += 3600.0
+    if not others_s:
+        assert machine.clock.ahead_s() == pytest.approx(0.0, abs=1e-3), "it was set right, as far as we know"
+
+
+@given(ERRORS_S, ERRORS_S)
+def test_what_was_decided_stays_while_nobody_answers(own_s: float, other_s: float) -> None:
+    machine = Machine(own_s)
+    machine.hear("gone", other_s, is_door=True)
+    before_s = machine.wrong_s
     machine.now_s += TOLD_S
     machine.clock.settle()
-    assert machine.clock.ahead_s() == pytest.approx(0.0, abs=1e-3)
+    assert machine.wrong_s == pytest.approx(before_s, abs=1e-3)
+
+
+@given(ERRORS_S)
+def test_one_wrong_clock_does_not_spread(error_s: float) -> None:
+    """Each peer joins by the first, whose first neighbour is wrong. Each tells its own time, not what it adopted."""
+    machines = [Machine(), Machine(error_s)]
+    for _ in range(6):
+        machines.append(machine := Machine())
+        machine.hear("0", machines[0].clock.own_s() - TODAY_S - machine.now_s, is_door=True)
+        for each in machines:
+            for number, other in enumerate(machines):
+                if other is not each:
+                    each.hear(str(number), other.clock.own_s() - TODAY_S - each.now_s)
+    for machine in machines:
+        assert abs(machine.wrong_s) <= CLOCK_DOUBT_S
+        assert machine.clock.earliest_s() - TODAY_S - machine.now_s <= CLOCK_DOUBT_S
 
 
 def test_answers_are_few_and_those_that_are_no_time_do_not_count() -> None:

@@ -283,7 +283,7 @@ def test_many_machines_keep_the_batch_or_say_what_becomes_of_it(
     assert plan(run).rounds >= LEAST_ROUNDS
     told = said.replace("\n", " ")
     assert ("times the" in told) == (batch != 1)
-    assert ("This plan leaves out" in told) == (count - run.pipeline.peers >= run.pipeline.stages)
+    assert ("This run leaves out" in told) == (count - run.pipeline.peers >= run.pipeline.stages)
     assert "One such machine alone: about" in told or "The model does not fit one such machine" in told
     assert "a parameter (20 use the work best" in told
     assert ("of the 20 rounds that mix the replicas" in told) == (preset == "tiny")

@@ -168,7 +168,8 @@ def test_a_home_that_joins_by_its_own_invite_again_and_again_keeps_the_way_into_
             assert listed(came_by)[:2] == [own, bootstrap]
             assert sum(each.endswith(own.rpartition("/")[2]) for each in listed(came_by)) == 1
             assert len(listed(came_by)) <= 2 * (1 + invite.MOST_PEERS)
-            assert {each for each in others[: invite.BESIDE] if place(1)[-20:] not in each} <= set(listed(came_by))
+            now = {each.rpartition("/")[2]: each for each in others[: invite.BESIDE]}
+            assert {each for each in now.values() if place(1)[-20:] not in each} <= set(listed(came_by))
 
 
 def test_an_invite_says_from_where_it_can_be_used() -> None:
@@ -262,3 +263,15 @@ def test_addresses_to_listen_on_are_checked() -> None:
     for text in ("/ip4/127.0.0.1", "/dns4/example.org/tcp/4001", "127.0.0.1:4001", ""):
         with user_error(Exit.CONFIG):
             check_listen([text])
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=12))
+def test_a_peer_that_is_met_at_many_ports_loses_no_host(met: list[tuple[int, int]]) -> None:
+    (_, peer) = ADDRESSES[0].rsplit("/", 1)
+    seed = [
+        f"{place}/tcp/4001/p2p/{peer}" for place in ("/dns4/seed.example.org", "/ip4/192.0.2.9", "/ip6/2001:db8::1")
+    ]
+    text = invite.format(DIGEST, seed)
+    for host, port in met:
+        text = invite.widened(invite.parse(text), [f"/ip4/10.0.0.{host}/tcp/{port}/p2p/{peer}"])
+    assert set(seed) <= {str(each) for each in invite.parse(text).addresses}
