@@ -268,12 +268,21 @@ class PartnerQueue:
 
     def put_off(self, peer: str, seconds: float, now: float) -> None:
         """Ask this peer again only after so long and a jitter."""
-        self._not_before[peer] = now + seconds + self._rng.uniform(0.5, 1.5) * self._patience.jitter_s
+        until = now + seconds + self._rng.uniform(0.5, 1.5) * self._patience.jitter_s
+        self._not_before[peer] = max(until, self._alone_until.get(peer, until))
 
     def leave_alone(self, peer: str, seconds: float, now: float) -> None:
         """Put this peer off whatever rounds open meanwhile."""
         self.put_off(peer, seconds, now)
         self._alone_until[peer] = self._not_before[peer]
+
+    def forgive(self) -> None:
+        """Leave nobody alone from the next opening on."""
+        self._alone_until.clear()
+
+    def met(self, peer: str) -> None:
+        """Leave this peer alone no longer, as it has met us."""
+        self._alone_until.pop(peer, None)
 
     def nobody_left(self, peers: Iterable[str]) -> bool:
         """Say whether all of these have told us that they are leaving; true where there are none."""

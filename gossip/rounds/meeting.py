@@ -89,9 +89,10 @@ class MeetingProtocol:
         answers, asked_s = self._context.answers, now()
         allowed_s = answers.deadline_s(peer) if answers else patience.answer_s
         round_state.ask(peer)
-        meeting = None
+        meeting, reached = None, False
         try:
             async with asyncio.timeout(allowed_s) as deadline, self._context.converse(peer) as conversation:
+                reached = True
                 await conversation.send(Propose(round=round_state.schedule.round))
                 reply = await conversation.receive()
                 round_state.asking = None
@@ -111,7 +112,8 @@ class MeetingProtocol:
             if answers and round_state.asking is not None and isinstance(loss, TimeoutError):
                 answers.record_timeout(peer, asked_s, now())
             if meeting is None:
-                waited_s = min(now() - asked_s, allowed_s)  # more of it we were away ourselves
+                # A peer that took no call has not held us up: the line may be down, and back soon.
+                waited_s = round_state.waited_s(asked_s, allowed_s) if reached else 0.0
                 round_state.note_silence(peer, waited_s, str(loss) or f"{peer} has not answered in time")
         finally:
             round_state.asking = None

@@ -200,7 +200,7 @@ class OuterOptimiser:
         return sides._replace(share=await self._compute(share))
 
     def _is_only(self, partner: str) -> bool:
-        """Say whether no other partner is listed: one that is not may have chosen so.
+        """Say whether no other partner is listed. A partner that lists itself nowhere is not the only one for that.
 
         Asked before a computation, whose thread must not read the roster.
         """

@@ -7,6 +7,7 @@ object. Each transition wakes those that wait for a change, so none is missed.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -188,6 +189,8 @@ class RoundState:
         """By partner, the meetings of this round that ended without a step of ours."""
         self._declined_until: dict[str, float] = {}
         """Until when partners that have held us up are declined."""
+        self._forgiven_s = -math.inf
+        """No time before this is lost by a partner."""
         self._durations: deque[float] = deque(maxlen=USUAL_OF)
         """Seconds of the latest meetings that ended in a step of ours."""
         self._late = 0  # recent exchanges that ran out of time, less those that did not
@@ -293,6 +296,7 @@ class RoundState:
         """Return the facts that decide on a proposal of `sender`."""
         order = self.partners.order(self.schedule.round) if self.is_open else ()
         place = order.index(sender) if sender in order else len(order)
+        held_us_up = self._declined_until.get(sender, 0.0) > now() and self._has_other(sender)
         return AnswerState(
             me=self.me,
             round=self.schedule.round,
@@ -300,7 +304,7 @@ class RoundState:
             engaged=self.meeting is not None,
             asking=self.asking,
             leaving=self.leaving,
-            had=self._vain_meetings[sender] >= VAIN_AT_MOST or self._declined_until.get(sender, 0.0) > now(),
+            had=self._vain_meetings[sender] >= VAIN_AT_MOST or held_us_up,
             preference_delay_s=self.schedule.preference_delay_s(place, max(len(order), place + 1)),
             ready_in_s=self.schedule.ready_in_s,
         )
@@ -416,6 +420,8 @@ class RoundState:
         self.schedule.open(self.claims, last=last)
         now_s = now()
         self._declined_until = {peer: until for peer, until in self._declined_until.items() if until > now_s}
+        if len(self.partners.peers) < 2:
+            self.forgive()
         self.queue.clear(now_s)
         self._vain_meetings.clear()
 
@@ -431,15 +437,15 @@ class RoundState:
     def note_vain_meeting(self, meeting: Meeting) -> None:
         """Put this partner off, and count the meeting against its bound for this round.
 
-        What it took beyond the usual time of a meeting is lost; a partner by which we have lost much has no other soon.
+        What it took beyond the usual time of a meeting is lost. We decline a partner by which we have lost much for ten
+        times as long.
         """
-        partner, now_s = meeting.partner, now()
+        partner = meeting.partner
         self._vain_meetings[partner] += 1
         usual_s = median(self._durations) if self._durations else self.timeouts.sleep_s
-        took_s = min(now_s - meeting.since_s, self.exchange_s)  # more of it we were away ourselves
-        alone_s = self._leave_alone(partner, took_s - usual_s)
+        alone_s = self._leave_alone(partner, self.waited_s(meeting.since_s, self.exchange_s) - usual_s)
         if alone_s > self.timeouts.sleep_s:
-            self._declined_until[partner] = now_s + alone_s
+            self._declined_until[partner] = now() + alone_s
 
     def note_silence(self, peer: str, waited_s: float, why: str) -> None:
         """Put a peer off that has not answered our proposal; its own are accepted."""
@@ -447,13 +453,26 @@ class RoundState:
         self.silence = why
         self._leave_alone(peer, waited_s)
 
+    def waited_s(self, since_s: float, allowed_s: float) -> float:
+        """Return for how long we have waited for a peer, without the time that we were away ourselves."""
+        return min(now() - max(since_s, self._forgiven_s), allowed_s)
+
+    def forgive(self) -> None:
+        """Let no time until now count as lost by a partner: we were away ourselves."""
+        self._declined_until.clear()
+        self.queue.forgive()
+        self._forgiven_s = now()
+
+    def _has_other(self, peer: str) -> bool:
+        return any(other != peer for other in self.partners.peers)
+
     def _leave_alone(self, peer: str, lost_s: float) -> float:
         """Put a peer off by which we have lost so much time; return for how long.
 
-        For longer than is usual only if there is another, and then whatever rounds open meanwhile.
+        If there is another, this one is put off for ten times what we have lost, whatever rounds open meanwhile.
         """
         alone_s = TIMES_LOST * lost_s
-        if alone_s > self.timeouts.sleep_s and any(other != peer for other in self.partners.peers):
+        if alone_s > self.timeouts.sleep_s and self._has_other(peer):
             self.queue.leave_alone(peer, alone_s, now())
             return alone_s
         self.queue.put_off(peer, self.timeouts.sleep_s, now())
@@ -463,6 +482,8 @@ class RoundState:
         """Note that a partner has brought weights that we could use."""
         partner = meeting.partner
         self._durations.append(now() - meeting.since_s)
+        self._declined_until.pop(partner, None)
+        self.queue.met(partner)
         self._claimants = None
         self.met_partners.pop(partner, None)
         self.met_partners[partner] = None

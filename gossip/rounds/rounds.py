@@ -128,6 +128,10 @@ class Rounds:
         """
         self._round_state.disown()
 
+    def forgive(self) -> None:
+        """Let no time until now count as lost by a partner: we were away ourselves."""
+        self._round_state.forgive()
+
     @property
     def view(self) -> RoundsView:
         """The activity of the moment, for a screen."""

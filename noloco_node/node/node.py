@@ -237,6 +237,9 @@ class Node:
         return await until_event(leave, join(self._context, StageRequest(move.origin)))
 
     def _forgive(self, seconds: float) -> None:
-        """Suspect no peer of the next stage for so long, since we were away ourselves."""
-        if self.replica is not None and self.replica.next_stage is not None:
+        """Suspect no peer of the next stage for so long, and no partner until now, since we were away ourselves."""
+        if self.replica is None:
+            return
+        self.replica.rounds.forgive()
+        if self.replica.next_stage is not None:
             self.replica.next_stage.forgive(seconds)

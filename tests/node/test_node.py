@@ -390,3 +390,21 @@ async def test_weights_that_violate_the_protocol_are_journalled_by_whoever_gets_
     assert not one.of(events.PeerViolation)
     # The first to finish leaves the other one alone, perhaps with a round open.
     assert other.of(OuterStepTaken)[0].partner == "peer-a"
+
+
+async def test_a_node_that_was_away_leaves_no_partner_alone() -> None:
+    """What it lost meanwhile, it lost by its own standstill."""
+    hub, what = SimNetwork(), recipe(stages=1, replicas=3, steps=10_000, window=1)
+    peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b", "peer-c")]
+    await until(lambda: all(len(peer.of(events.InnerStep)) > 2 for peer in peers))
+    replica = peers[0].node.replica
+    assert replica is not None
+    state = replica.rounds._round_state
+    for forgiven in (False, True):
+        state.note_silence("peer-b", 60.0, "silent")
+        if forgiven:
+            peers[0].node._forgive(15.0)
+        state.begin_round(last=False)
+        asked, _ = state.queue.next(["peer-b"], asyncio.get_running_loop().time())
+        assert asked == ("peer-b" if forgiven else None)
+    await asked_to_leave(*peers)

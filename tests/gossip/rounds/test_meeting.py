@@ -877,3 +877,31 @@ async def test_an_answer_is_awaited_for_as_long_as_the_shell_says() -> None:
     assert all(toy.met for toy in toys)
     assert 1 <= max(timing.vain for timing in timings) <= 4
     assert any(timing.times and min(timing.times) >= 8.0 for timing in timings), "five seconds would not do"
+
+
+@pytest.mark.parametrize("partitioned", [True, False])
+async def test_a_dial_that_nobody_takes_leaves_nobody_alone(partitioned: bool) -> None:
+    """A partition heals at once: the ordinary 20 seconds later, whoever was out of reach is asked again."""
+    world = World()
+    asker, asked = pair(replace(SETTINGS, patience=RoundTimeouts(answer_s=60.0)), world)
+    Toy(world, "third", SETTINGS)
+    protocol = asker.rounds._meetings
+    round_state = asker.rounds._round_state
+
+    @asynccontextmanager
+    async def converse(peer: str) -> AsyncIterator[Line]:
+        if partitioned:
+            await asyncio.sleep(100.0)
+        async with world.conversing(asker.name)(peer) as line:
+            yield line
+
+    async def hold(line: Line) -> None:
+        await asyncio.sleep(100.0)
+
+    world.answerers[asked.name] = hold
+    protocol._context = replace(protocol._context, converse=converse)
+    for _ in range(2):
+        round_state.begin_round(last=False)
+        await protocol._ask(asked.name)
+    round_state.begin_round(last=False)
+    assert (round_state.queue.next([asked.name], asyncio.get_running_loop().time())[0] is None) == (not partitioned)

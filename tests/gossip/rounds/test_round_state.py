@@ -1,8 +1,10 @@
 """The state of a round: which transitions there are, and whom they wake."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -31,13 +33,13 @@ PENDING = PendingStep(Step(WEIGHTS), 0, OuterStepTaken(round=1, seconds=0.0), la
 SNAPSHOT = Snapshot(WEIGHTS, 0)
 
 
-def closed() -> RoundState:
+def closed(
+    partners: Callable[[], tuple[Candidate, ...]] = lambda: (Candidate("b", 0), Candidate("c", 0)),
+) -> RoundState:
     def nobody(peer: str) -> None:
         raise AssertionError(f"{peer} was dialled")
 
-    context = RoundContext(
-        seed=1, compute=at_once, partners=lambda: (Candidate("b", 0), Candidate("c", 0)), converse=nobody, record=nobody
-    )
+    context = RoundContext(seed=1, compute=at_once, partners=partners, converse=nobody, record=nobody)
     return RoundState("a", ToySettings(seed=1, alpha=0.5, beta=0.7, gamma=0.7), Origin(STATE), context)
 
 
@@ -231,3 +233,87 @@ async def test_proposals_are_remembered_until_our_step() -> None:
     state.engage("b", 1)
     state.step(PENDING, take)
     assert state.queue.next(["b", "a stranger", "c"], 0.0) == ("b", 0.0)
+
+
+class Held(NamedTuple):
+    """A round state that "b" holds up, in a meeting or with an answer, the time, and who else is there."""
+
+    state: RoundState
+    clock: list[float]
+    others: list[str]
+
+    def lose(self, how: str, lost_s: float, *, forgive: str = "") -> None:
+        """Lose so much time; we learn `before` or `after` the loss is noted that we were away ourselves."""
+        since_s = self.clock[0]
+        meeting = self.state.engage("b", 1) if how == "meeting" else None
+        self.clock[0] += lost_s
+        if forgive == "before":
+            self.state.forgive()
+        if meeting is None:
+            self.state.note_silence("b", self.state.waited_s(since_s, math.inf), "silent")
+        else:
+            self.state.end_meeting()
+            self.state.note_vain_meeting(meeting)
+        if forgive == "after":
+            self.state.forgive()
+
+    def reopen(self) -> None:
+        self.state.close()
+        self.state.begin_round(last=False)
+        self.state.open(SNAPSHOT)
+
+    @property
+    def left_alone(self) -> bool:
+        """Whether "b" is not asked now."""
+        return self.state.queue.next(["b"], self.clock[0])[0] is None
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Held:
+    clock, others = [1000.0], ["b", "c"]
+    monkeypatch.setattr("gossip.rounds.round_state.now", lambda: clock[0])
+    state = closed(lambda: tuple(Candidate(each, 0) for each in others))
+    state.begin_round(last=False)
+    state.open(SNAPSHOT)
+    return Held(state, clock, others)
+
+
+ways = pytest.mark.parametrize("how", ["meeting", "answer"])
+
+
+@ways
+@pytest.mark.parametrize("forgive", ["", "before", "after"])
+async def test_our_own_standstill_accuses_no_partner(held: Held, how: str, forgive: str) -> None:
+    held.lose(how, 300.0, forgive=forgive)
+    held.reopen()
+    assert held.left_alone == (not forgive)
+    assert held.state.answer_state("b").had == (not forgive and how == "meeting")
+
+
+@ways
+async def test_a_partner_that_has_become_the_only_one_is_met(held: Held, how: str) -> None:
+    held.lose(how, 300.0)
+    held.others.remove("c")
+    assert not held.state.answer_state("b").had
+    held.reopen()
+    assert not held.left_alone
+
+
+@ways
+async def test_a_meeting_with_a_step_ends_the_time_for_which_a_partner_is_left_alone(held: Held, how: str) -> None:
+    held.lose(how, 300.0)
+    held.state.engage("b", 1)
+    held.state.step(PENDING, take)
+    held.state.correct_later(WEIGHTS)
+    held.state.take_correction()
+    held.state.finish(1, last_met=1)
+    held.reopen()
+    assert not held.left_alone
+    assert not held.state.answer_state("b").had
+
+
+async def test_a_shorter_loss_does_not_shorten_the_time_for_which_a_peer_is_left_alone(held: Held) -> None:
+    held.lose("answer", 300.0)
+    held.lose("answer", 0.1)
+    held.clock[0] += 2900.0
+    assert held.left_alone
