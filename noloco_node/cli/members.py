@@ -277,7 +277,7 @@ def clock_note(action: MemberAction, ahead_s: float) -> str:
     if action is MemberAction.LIFT or abs(ahead_s) < CLOCK_DOUBT_S:
         return ""
     # A peer stays shut out until the later of two times.
-    lift = ", lift what this command did" if ahead_s > 0.0 else ""
+    lift = ", end this one with `lift`" if ahead_s > 0.0 else ""
     return f"\n{wrong_clock(ahead_s).brief}, and the time above with it: set it{lift}, and give the command again"
 
 

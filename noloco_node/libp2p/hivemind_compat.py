@@ -247,14 +247,14 @@ class DhtNode:
         answers: list[bool] = []
         with contextlib.suppress(TimeoutError, ConnectionResetError):
             async with asyncio.timeout(wait_s):
-                answers += await asyncio.gather(*map(self._knock, peers))
+                answers += await asyncio.gather(*map(self._ask_door, peers))
                 while answers and not any(answers):  # a peer is reached a moment before its node of the DHT answers
                     await asyncio.sleep(_ASK_AGAIN_S)
-                    answers = await asyncio.gather(*map(self._knock, peers))
+                    answers = await asyncio.gather(*map(self._ask_door, peers))
                 await self._become_known()
         return any(answers)
 
-    async def _knock(self, door: PeerId) -> bool:
+    async def _ask_door(self, door: PeerId) -> bool:
         return await self.ask_time(door, is_door=True)
 
     @property

@@ -207,9 +207,11 @@ class RunAccess:
             refusals.append(reply.refusal or objection)
         if refusals:
             ends = max(map(until_of, self._own_tickets(me)), default=LATEST_UNIX_S)
-            is_over = ends <= self._unix_time()
-            over = [f"the ticket that you have expired on {time.strftime('%Y-%m-%d', time.gmtime(ends))}"] * is_over
-            raise not_admitted("; ".join([*over, told(refusals)]))
+            why = told(refusals)
+            if ends <= self._unix_time():
+                day = time.strftime("%Y-%m-%d", time.gmtime(ends))
+                why = f"the ticket that you have expired on {day}; {why}"
+            raise not_admitted(why)
         raise no_ticket("; ".join(silences) or "the invite names nobody to ask")
 
     async def _work(self, me: str) -> int:
