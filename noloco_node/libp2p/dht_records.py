@@ -126,8 +126,8 @@ class DhtRecords:
     async def greet(self, peer_id: PeerId) -> None:
         await self._control.bounded(self._joined().ping(peer_id), self._wait_s)
 
-    async def ask_time(self, peer_id: PeerId, *, is_door: bool) -> None:
-        await self._control.bounded(self._joined().ask_time(peer_id, is_door=is_door), self._wait_s)
+    async def ask_time(self, peer_id: PeerId, voice: str, *, is_door: bool) -> None:
+        await self._control.bounded(self._joined().ask_time(peer_id, voice, is_door=is_door), self._wait_s)
 
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
         """Store a record of ours; False when the DHT refused it or did not answer in time."""

@@ -258,7 +258,7 @@ class DhtNode:
         return any(answers)
 
     async def _ask_door(self, door: PeerId) -> bool:
-        return await self.ask_time(door, is_door=True)
+        return await self.ask_time(door, door.to_base58(), is_door=True)
 
     @property
     def me(self) -> str:
@@ -307,9 +307,9 @@ class DhtNode:
         """Make us known to a node; say whether it answers."""
         return await self._node.protocol.call_ping(peer_id) is not None
 
-    async def ask_time(self, peer_id: PeerId, *, is_door: bool = False) -> bool:
-        """Ping a node, and note the time of day that it tells; say whether it answers. `is_door`: we join by it."""
-        before = _ASKED_TIME.set(Asked(peer_id.to_base58(), is_door))
+    async def ask_time(self, peer_id: PeerId, voice: str, *, is_door: bool = False) -> bool:
+        """Ping a node, and note the time of day that it tells; say whether it answers. The rest: `Asked`."""
+        before = _ASKED_TIME.set(Asked(voice, is_door))
         try:
             return await self.ping(peer_id)
         finally:
@@ -470,9 +470,9 @@ class DhtNode:
 
 
 class Asked(NamedTuple):
-    """A peer that we ask for its time of day. `is_door`: we join by it."""
+    """A peer that we ask for its time of day. `voice`: whose answer its own is. `is_door`: we join by it."""
 
-    peer: str
+    voice: str
     is_door: bool
 
 
@@ -593,7 +593,7 @@ class _Authorizer:
         if not (_has_node_id(response) and self._is_member(response.auth.service_access_token.signature)):
             return False
         if (asked := _ASKED_TIME.get()) is not None and type(response).__name__ == "PingResponse":
-            CLOCK.note(asked.peer, response.dht_time, is_door=asked.is_door)
+            CLOCK.note(asked.voice, response.dht_time, is_door=asked.is_door)
         if _is_find(request) and len(response.results) != len(request.keys):
             return False  # each result would be decompressed, to a thousand times its bytes
         for result in response.results if _is_find(request) else ():

@@ -223,10 +223,11 @@ class Switchboard:
         _count_down(self._open_by_prefix, public_prefix(stream.origin))
         if error is not None:
             self._counts[f"lost.{type(error).__name__}"] += 1
-        if isinstance(error, Violation):
-            logger.warning("%s violated the protocol: %s", stream.peer, error)
-            if stream.peer in self._violations or len(self._violations) < _MOST_OFFENDERS:
-                self._violations[stream.peer] += 1
+        is_listed = stream.peer in self._violations or len(self._violations) < _MOST_OFFENDERS
+        if isinstance(error, Violation) and is_listed:
+            self._violations[stream.peer] += 1
+            if self._violations[stream.peer].bit_count() == 1:  # at each doubling, or anybody could fill the log
+                logger.warning("%s violated the protocol: %s", stream.peer, error)
         if task is not None and stream.wants_handler:
             stop_handler(task.cancel, type(error))
 

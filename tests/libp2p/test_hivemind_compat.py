@@ -547,13 +547,13 @@ def test_a_peer_that_we_ask_tells_the_time_of_its_machine(monkeypatch: pytest.Mo
     node = DhtNode(SimpleNamespace(protocol=SimpleNamespace(storage=None, call_ping=call_ping)), id_of)
 
     async def main() -> None:
-        assert await node.ask_time(peer)
-        assert await node.ask_time(peer, is_door=True)
+        assert await node.ask_time(peer, "voice")
+        assert await node.ask_time(peer, "voice", is_door=True)
         assert await node.ping(peer)
         await call_ping(peer)  # which hivemind calls by itself
 
     asyncio.run(main())
-    assert noted == [(peer.to_base58(), told, is_door) for is_door in (False, True)]
+    assert noted == [("voice", told, is_door) for is_door in (False, True)]
 
 
 def test_a_machine_that_lends_no_lock_of_processes_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

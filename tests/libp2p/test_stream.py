@@ -495,6 +495,19 @@ async def test_a_stranger_to_the_schema_is_a_violation_on_both_sides(line: Line,
     assert line.b.statistics()["violations.a"] == 1
 
 
+def test_a_peer_that_violates_again_and_again_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def play(line: Line) -> None:
+        for number in range(1, 41):
+            stream = line.call()
+            line.pipes[-2].write(b"\x01\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x00\xc1")
+            with pytest.raises(ConnectionResetError, match="does not decode"):
+                await stream.receive()
+            assert line.b.statistics()["violations.a"] == number
+            assert caplog.text.count("a violated the protocol") == number.bit_length()
+
+    scene(echo, play)
+
+
 def test_a_handler_that_waits_for_a_message_learns_that_it_was_a_violation() -> None:
     ended: list[str] = []
 
