@@ -60,6 +60,7 @@ GAUGES = {
     "replicas_training": ("Peers that train at a stage.", "stage"),
     "stage_busy_ratio": ("Share of time for which devices of a stage work.", "stage"),
 }
+HISTOGRAMS = {"round_seconds": "Exchange of a round.", "inner_step_seconds": "From one inner step to the next."}
 LATER = ("loss_nats", "held_out_loss_nats", "gap_ratio")
 """Gauges that are absent until their first value: a step from 0 to the first loss would set off an alarm."""
 OF_STAGES = ("replicas", "replicas_error_ratio", "replicas_training", "stage_busy_ratio")
@@ -85,9 +86,8 @@ class NodeMetrics:
             name: Gauge(f"noloco_{name}", text, labels, registry=None if name in LATER else registry)
             for name, (text, *labels) in GAUGES.items()
         }
-        self._round_s = Histogram("noloco_round_seconds", "Exchange of a round.", buckets=SECONDS, registry=registry)
-        self._step_s = Histogram(
-            "noloco_inner_step_seconds", "From one inner step to the next.", buckets=SECONDS, registry=registry
+        self._round_s, self._step_s = (
+            Histogram(f"noloco_{name}", text, buckets=SECONDS, registry=registry) for name, text in HISTOGRAMS.items()
         )
         self._set("stage", -1)
 
