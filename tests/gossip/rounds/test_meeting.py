@@ -28,8 +28,8 @@ from gossip.exchange.messages import (
 )
 from gossip.exchange.swap import common_steps
 from gossip.interface import Candidate, Origin, PartnerTooStale, RoundSkipped
+from gossip.rounds.matching import VAIN_AT_MOST
 from gossip.rounds.outer_optimiser import Step
-from gossip.rounds.round_state import VAIN_AT_MOST
 from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors
 from gossip.settings import Format, RoundTimeouts, absolute, wire_bytes
 from noloco_node.sim.clock import run
