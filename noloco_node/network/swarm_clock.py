@@ -14,6 +14,7 @@ the machine sleeps.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from statistics import median_low
@@ -52,6 +53,7 @@ class SwarmClock:
         self._wall_s, self._since_start_s = wall_s, since_start_s
         self._told: dict[str, _Told] = {}  # by peer; the one that told last comes last
         self._offset_s, self._is_theirs = wall_s() - since_start_s(), False
+        self._changing = threading.RLock()  # a program may run several peers, each in a thread of its own
 
     def unix_s(self) -> float:
         """Return the time of day that counts, in Unix seconds."""
@@ -74,15 +76,20 @@ class SwarmClock:
         """Note the time that a peer has told just now; how long its answer was under way does not matter here."""
         if not 0.0 < unix_s <= LATEST_UNIX_S:
             return
-        now_s = self._since_start_s()
-        self._told.pop(peer, None)
-        self._told[peer] = _Told(unix_s - now_s, now_s, is_door)
-        if len(self._told) > MOST_TOLD:
-            del self._told[next(iter(self._told))]
-        self.settle()
+        with self._changing:
+            now_s = self._since_start_s()
+            self._told.pop(peer, None)
+            self._told[peer] = _Told(unix_s - now_s, now_s, is_door)
+            if len(self._told) > MOST_TOLD:
+                del self._told[next(iter(self._told))]
+            self.settle()
 
     def settle(self) -> None:
         """Decide by the latest answers whose time counts."""
+        with self._changing:
+            self._settle()
+
+    def _settle(self) -> None:
         now_s, own_s = self._since_start_s(), self._wall_s() - self._since_start_s()
         self._told = {peer: each for peer, each in self._told.items() if now_s - each.at_s < TOLD_S}
         told_s = [each.offset_s for each in self._told.values()]

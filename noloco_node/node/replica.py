@@ -43,7 +43,7 @@ from noloco_node.swarm.roster import PeerRecord, speed
 from noloco_node.tasks import loop_s
 from pipeline.activation_codec import ids_of
 from pipeline.admission_window import MOST_IN_FLIGHT, AdmissionWindow, WindowOutcome
-from pipeline.inner_step import OptimiserState, Progress, Schedule, advance, begin, learning_rate
+from pipeline.inner_step import OptimiserState, Progress, advance, begin, learning_rate
 from pipeline.messages import ACTIVATION_CODECS
 from pipeline.next_stage import NextStage, NextStageClient, Wanted
 from pipeline.spot_checks import CheckSettings, SpotChecks
@@ -56,13 +56,6 @@ DRAIN_S = 30.0  # how long the blocking form of a round waits for what is in fli
 HEARING_S = 30.0  # bounds a proposal and its answer in a meeting; the timeout of an answer adapts to earlier answers
 IDLE_S = 5.0  # shorter waits are not reported
 CAUSES = {Wanted.REPLICA: WaitCause.REPLICA, Wanted.ROOM: WaitCause.ROOM, Wanted.ANSWER: WaitCause.ANSWER}
-
-
-def rate_schedule(run: RunConfig) -> Schedule:
-    plan = run.inner
-    return Schedule(
-        peak=plan.learning_rate, steps=plan.steps, warmup_steps=plan.warmup_steps, final_fraction=plan.final_fraction
-    )
 
 
 def round_timeouts(run: RunConfig, options: NodeOptions, weight_bytes: int) -> RoundTimeouts:
@@ -101,7 +94,6 @@ class Replica:
         watched = WatchedDevice(device)
         self._run = watched.run
         self.device_lost = watched.lost  # set when the device is lost, to the reason
-        self._schedule = rate_schedule(run)
         turns = SendTurns(pipeline.replicas)
         client = self._client = MicrobatchClient(context, stage, turns)
         ways = NextStageClient(
@@ -163,7 +155,7 @@ class Replica:
     async def _step(self, outcomes: tuple[WindowOutcome, ...], in_pause: Callable[[], Awaitable[None]]) -> None:
         async with self.rounds.weights.fast.moving():
             self.progress = advance(self.progress, [outcome.progress for outcome in outcomes], loop_s())
-            rate = learning_rate(self.progress.value, self._schedule)
+            rate = learning_rate(self.progress.value, self._context.run.inner)
             # Gradients are those of sums: a microbatch counts by its tokens that are learnt.
             learnt = max(1, sum(outcome.tokens for outcome in outcomes))
             report = await self._run(self._model.step, rate, learnt / self._context.run.pipeline.microbatch_tokens)

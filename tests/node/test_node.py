@@ -90,7 +90,7 @@ def _train_alone(
     """Train the whole model in plain transformers and torch on the tokens that the source drew."""
     from transformers import AutoModelForCausalLM
 
-    from noloco_node.planning.model_layout import build_stage, inner_optimiser
+    from noloco_node.planning.model_layout import build_stage
     from pipeline.adamw import AdamW
 
     what = recipe(stages=stages, steps=20, window=1, per_round=1000, architecture=architecture)
@@ -102,7 +102,7 @@ def _train_alone(
         {name: weight.detach().clone() for part in parts for name, weight in part.named_parameters()}, strict=False
     )
     weights = dict(model.named_parameters())
-    inner = inner_optimiser(what.run)
+    inner = what.run.inner
     # Not torch's NAdam: the gradient of a bias of keys is noise, of which a step makes as much as of any gradient.
     optimiser = AdamW(list(weights.values()), inner, torch.device("cpu"))
     losses = []
