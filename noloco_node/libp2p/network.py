@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -32,6 +32,7 @@ from noloco_node.libp2p.addresses import (
     bootstrap_address,
     check_announce,
     check_listen,
+    checked_relays,
     parse_peer_address,
     place_text,
     port_of,
@@ -52,7 +53,7 @@ from noloco_node.libp2p.relays import Grant, granted
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret, ensure_identity
 from noloco_node.libp2p.stream import Stream
 from noloco_node.libp2p.switchboard import Switchboard
-from noloco_node.network.bans import public_prefix
+from noloco_node.network.bans import crowd_of
 from noloco_node.network.interface import Handler
 from noloco_node.network.schema import Schema
 from noloco_node.network.swarm_clock import CLOCK, LEAST_TOLD
@@ -80,6 +81,7 @@ class Libp2pNetwork:
         self._doors = [bootstrap_address(text) for text in settings.bootstrap]
         self._peer_id, self._dialable = "", True
         self._joined: JoinedDaemon | None = None
+        self._own_relays = tuple[str, ...]()
         self._present = asyncio.Event()
         self._service: asyncio.Task[None] | None = None
         self._deaths: deque[float] = deque(maxlen=MOST_DEATHS + 1)
@@ -191,6 +193,7 @@ class Libp2pNetwork:
         chosen = relays.relay_configs(self._settings, identities)
         pool = relays.RelayPool(self._context, self._tell, self._granted)
         async with relays.relaying(pool, chosen) as places, asyncio.TaskGroup() as group:
+            self._own_relays = places
             key = self._context.secret.key(RELAYS_KEY)
             telling = group.create_task(
                 relays.tell(places, lambda raw, lifetime_s: self.publish(key, self.peer_id, raw, lifetime_s))
@@ -198,6 +201,7 @@ class Libp2pNetwork:
             try:
                 yield places
             finally:
+                self._own_relays = ()
                 telling.cancel()
 
     def statistics(self) -> dict[str, int | float]:
@@ -329,11 +333,11 @@ class Libp2pNetwork:
         return await granted(joined.control, doors[0].peer, reach_s)
 
     async def _relays(self) -> tuple[str, ...]:
-        """Return the relays that the swarm tells of, as far as we can find out now."""
-        try:
-            return relays_of(await self.read(self._context.secret.key(RELAYS_KEY)))
-        except ConnectionError:
-            return ()
+        """Return our relays, then others that the swarm tells of, as far as we can find out now."""
+        found = self._own_relays  # which no number of records hides
+        with contextlib.suppress(ConnectionError):
+            found += relays_of(await self.read(self._context.secret.key(RELAYS_KEY)))
+        return checked_relays(found)
 
     async def _close(self) -> None:
         self._switchboard.close()
@@ -489,18 +493,14 @@ class JoinedDaemon:
             )
 
 
-def voices(peers: Iterable[PeerAddress], doors: Collection[str]) -> list[tuple[str, PeerAddress]]:
+def voices(peers: Sequence[PeerAddress], doors: Collection[str]) -> list[tuple[str, PeerAddress]]:
     """Return one peer of each public address prefix, and of those that come through relays, by that: names are free.
 
     `doors`, and those that show no public address, as of one household, stand for themselves.
     """
 
-    def voice(each: PeerAddress) -> str:
-        if each.peer in doors:
-            return each.peer
-        return _CIRCUIT if _CIRCUIT in each.transport else public_prefix(each.transport) or each.peer
-
-    return sorted({voice(each): each for each in peers}.items())
+    crowds = {each: crowd_of(each.transport) for each in peers if each.peer not in doors}
+    return sorted({crowds.get(each) or each.peer: each for each in peers}.items())
 
 
 def _some(peers: Sequence[T], look: int, most: int) -> Sequence[T]:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -29,10 +30,11 @@ from limits import PATIENT, RECORD_S
 from sample_messages import ASKS, Ask, Bulk
 from user_errors import user_error
 
+from noloco_node.admission.ticket import peer_of
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import network as libp2p_network
 from noloco_node.libp2p import reachability
-from noloco_node.libp2p.addresses import PeerAddress, parse_peer_address, port_of
+from noloco_node.libp2p.addresses import PeerAddress, parse_peer_address, port_of, relay_record
 from noloco_node.libp2p.daemon import (
     RELAY_DATA_BYTES,
     RELAY_TIME_S,
@@ -44,7 +46,7 @@ from noloco_node.libp2p.daemon import (
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.reachability import DialBackReply, DialMe
 from noloco_node.libp2p.relays import Grant
-from noloco_node.libp2p.settings import NetworkSettings, Reachability, TimeoutSettings, ensure_identity
+from noloco_node.libp2p.settings import NetworkSettings, Reachability, RunSecret, TimeoutSettings, ensure_identity
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema, TensorSpec
 from noloco_node.network.swarm_clock import CLOCK, SwarmClock
@@ -476,6 +478,25 @@ async def test_a_copied_identity_is_noticed_at_the_start(tmp_path: Path) -> None
         # Once the original is gone, the identity is free.
         async with peer(*door, identity=copy) as (heir, _):
             assert heir.peer_id == original.peer_id
+
+
+@given(st.integers(0, 300))
+async def test_no_records_of_others_hide_the_relays_of_a_bootstrap_peer(others: int) -> None:
+    """Records of relays carry no ticket, so one member may store two thousand of them under free names."""
+    own = tuple(f"/ip4/192.0.2.1/tcp/{4001 + n}/p2p/{peer_of(bytes([n]) * 32)}" for n in range(4))
+    told = {f"{n}": relay_record([f"/ip4/203.0.113.1/tcp/1/p2p/{peer_of((1000 + n).to_bytes(32))}"]) for n in range(others)}
+
+    async def read(key: str) -> dict[str, bytes]:
+        if others == 0:
+            raise ConnectionAbortedError
+        return told
+
+    network: Any = Libp2pNetwork.__new__(Libp2pNetwork)
+    network._own_relays, network.read = own, read
+    network._context = SimpleNamespace(secret=RunSecret("run"))
+    found = await network._relays()
+    assert found[:4] == own
+    assert len(found) == min(16, 4 + others)
 
 
 async def test_whoever_asks_is_dialled_back_and_told_of_relays(tmp_path: Path) -> None:
