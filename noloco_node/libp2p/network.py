@@ -64,7 +64,7 @@ T = TypeVar("T")
 _ATTEMPTS = 3
 REJOIN_S = 15.0  # between two looks at who is connected
 _GREETED = 4  # at one look
-_TIME_EVERY = 4  # looks: then one more peer is asked for its time of day
+_TIME_EVERY = 4  # looks: then one more peer is asked for its time of day, or sooner several where that is in doubt
 _RELAY_S = 10.0  # a relay has so long to give us a place
 _LOOK_S = 0.2
 _MOST_CIRCUITS = 2
@@ -420,17 +420,17 @@ class JoinedDaemon:
         look, door_peers = 0, {door.peer for door in doors}
         while True:
             look += 1
-            CLOCK.settle()
+            is_doubted = CLOCK.is_doubted()
             with contextlib.suppress(ConnectionError, UserError):
                 present = await self.neighbours()
                 met.note(present)
                 if present:
                     strangers = [each for each in present if not self.records.is_neighbour(self._id_of(each))]
                     await self._greet(_some(strangers, look, _GREETED))
-                    if look % _TIME_EVERY == 1:
+                    if is_doubted or look % _TIME_EVERY == 1:
                         # Of all: a peer that keeps out of our routing table, as strangers do, has no more voices.
-                        most = LEAST_TOLD if look == 1 else 1
-                        for voice, each in _some(voices(present, door_peers), look // _TIME_EVERY, most):
+                        turn, most = (look, LEAST_TOLD) if is_doubted or look == 1 else (look // _TIME_EVERY, 1)
+                        for voice, each in _some(voices(present, door_peers), turn, most):
                             is_door = each.peer in door_peers
                             with contextlib.suppress(ConnectionError):
                                 await self.records.ask_time(self._id_of(each), voice, is_door=is_door)

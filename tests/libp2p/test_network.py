@@ -14,8 +14,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from random import Random
-from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -30,11 +28,10 @@ from limits import PATIENT, RECORD_S
 from sample_messages import ASKS, Ask, Bulk
 from user_errors import user_error
 
-from noloco_node.admission.ticket import peer_of
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import network as libp2p_network
 from noloco_node.libp2p import reachability
-from noloco_node.libp2p.addresses import PeerAddress, parse_peer_address, port_of, relay_record
+from noloco_node.libp2p.addresses import PeerAddress, parse_peer_address, port_of
 from noloco_node.libp2p.daemon import (
     RELAY_DATA_BYTES,
     RELAY_TIME_S,
@@ -46,10 +43,10 @@ from noloco_node.libp2p.daemon import (
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.reachability import DialBackReply, DialMe
 from noloco_node.libp2p.relays import Grant
-from noloco_node.libp2p.settings import NetworkSettings, Reachability, RunSecret, TimeoutSettings, ensure_identity
+from noloco_node.libp2p.settings import NetworkSettings, Reachability, TimeoutSettings, ensure_identity
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema, TensorSpec
-from noloco_node.network.swarm_clock import CLOCK, SwarmClock
+from noloco_node.network.swarm_clock import CLOCK
 
 pytestmark = pytest.mark.network
 
@@ -353,29 +350,6 @@ async def test_records_are_found_by_the_time_that_others_tell(monkeypatch: pytes
     assert abs(CLOCK.ahead_s()) < 1.0
 
 
-@given(
-    st.integers(0, 2**32),
-    st.sampled_from(["/ip4/8.8.8.{}/tcp/1", "/ip4/9.9.9.9/tcp/{}/p2p/relay/p2p-circuit"]),
-)
-def test_many_names_of_one_place_move_no_clock(seed: int, crowd: str) -> None:
-    """Nor does a peer that has many connections. A household counts by its peers, and a door by itself."""
-    honest = [PeerAddress(f"/ip4/7.7.{number}.7/tcp/1", f"honest {number}") for number in range(6)]
-    honest += [PeerAddress(f"/ip4/192.168.1.{number}/tcp/1", f"at home {number}") for number in range(3)]
-    present = [*honest, *(PeerAddress(crowd.format(number), f"liar {number}") for number in range(1, 99))]
-    present += [PeerAddress(f"/ip4/192.168.1.99/tcp/{port}", "liar at home") for port in range(50)]
-    now_s, rng = 0.0, Random(seed)
-    clock = SwarmClock(lambda: 1.8e9 + now_s, lambda: now_s)
-    for look in range(200):
-        now_s += 60.0
-        rng.shuffle(present)
-        asked = libp2p_network.voices(present, ["honest 0"])
-        assert len(asked) == len(honest) + 2
-        voice, told = asked[look % len(asked)]
-        assert (voice == told.peer) == (told.peer == "honest 0" or "home" in told.peer)
-        clock.note(voice, 1.8e9 + now_s + 1e6 * told.peer.startswith("liar"))
-        assert look < len(asked) or clock.ahead_s() == pytest.approx(0.0, abs=1.0)
-
-
 async def test_two_parts_of_a_swarm_that_were_cut_apart_find_each_other_though_either_is_complete(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -478,25 +452,6 @@ async def test_a_copied_identity_is_noticed_at_the_start(tmp_path: Path) -> None
         # Once the original is gone, the identity is free.
         async with peer(*door, identity=copy) as (heir, _):
             assert heir.peer_id == original.peer_id
-
-
-@given(st.integers(0, 300))
-async def test_no_records_of_others_hide_the_relays_of_a_bootstrap_peer(others: int) -> None:
-    """Records of relays carry no ticket, so one member may store two thousand of them under free names."""
-    own = tuple(f"/ip4/192.0.2.1/tcp/{4001 + n}/p2p/{peer_of(bytes([n]) * 32)}" for n in range(4))
-    told = {f"{n}": relay_record([f"/ip4/203.0.113.1/tcp/1/p2p/{peer_of((1000 + n).to_bytes(32))}"]) for n in range(others)}
-
-    async def read(key: str) -> dict[str, bytes]:
-        if others == 0:
-            raise ConnectionAbortedError
-        return told
-
-    network: Any = Libp2pNetwork.__new__(Libp2pNetwork)
-    network._own_relays, network.read = own, read
-    network._context = SimpleNamespace(secret=RunSecret("run"))
-    found = await network._relays()
-    assert found[:4] == own
-    assert len(found) == min(16, 4 + others)
 
 
 async def test_whoever_asks_is_dialled_back_and_told_of_relays(tmp_path: Path) -> None:
