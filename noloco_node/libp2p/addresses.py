@@ -287,8 +287,9 @@ def unreachable(causes: Mapping[str, str]) -> UserError:
 class KnownPeers:
     """The last peers met, at most 32, each with the place where it was met last."""
 
-    def __init__(self) -> None:
+    def __init__(self, met: Iterable[PeerAddress] = ()) -> None:
         self._places: dict[str, PeerAddress] = {}
+        self.note(met)
 
     def note(self, addresses: Iterable[PeerAddress]) -> None:
         """Remember these as the latest. A peer met through a relay alone has no place that can be dialled."""

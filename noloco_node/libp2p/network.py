@@ -55,6 +55,7 @@ from noloco_node.libp2p.switchboard import Switchboard
 from noloco_node.network.interface import Handler
 from noloco_node.network.schema import Schema
 from noloco_node.network.swarm_clock import CLOCK, LEAST_TOLD
+from noloco_node.tasks import background
 
 logger = logging.getLogger(__name__)
 
@@ -188,15 +189,11 @@ class Libp2pNetwork:
         """Run a relay for each identity, at the ports after our own, and tell the swarm of them; see `relays`."""
         chosen = relays.relay_configs(self._settings, identities)
         pool = relays.RelayPool(self._context, self._tell, self._granted)
-        async with relays.relaying(pool, chosen) as places, asyncio.TaskGroup() as group:
-            key = self._context.secret.key(RELAYS_KEY)
-            telling = group.create_task(
-                relays.tell(places, lambda raw, lifetime_s: self.publish(key, self.peer_id, raw, lifetime_s))
-            )
-            try:
+        key = self._context.secret.key(RELAYS_KEY)
+        async with relays.relaying(pool, chosen) as places:
+            told = relays.tell(places, lambda raw, lifetime_s: self.publish(key, self.peer_id, raw, lifetime_s))
+            async with background(told):
                 yield places
-            finally:
-                telling.cancel()
 
     def statistics(self) -> dict[str, int | float]:
         rejoined = self._rejoined + (0 if self._joined is None else self._joined.rejoined)

@@ -136,7 +136,7 @@ class Node:
         network, record = context.network, context.reporter.record
         self._addresses = (await network.addresses())[:MOST_ADDRESSES]
         health = supervised("the watch over this node", self._services.health.run, context.warn)
-        async with background(context.membership.run()), background(health):
+        async with background(context.membership.run(), health):
             await network.serve(run_distribution.TOPIC, run_distribution.SCHEMA, context.run_file.serve)
             answer = violations_journalled(record, speed_test.TOPIC, speed_test.SpeedTestService().answer)
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, answer)
