@@ -219,8 +219,8 @@ class MeetingProtocol:
                 self._note_too_stale(meeting, their_staleness, sent, received)
                 return
             round_state.counts["clipped"] += swapped.step.clipped
-            if not adopted:
-                self._context.saw(meeting.partner, theirs.inner_steps, mine.inner_steps)
+            # A partner that lends its weights takes no step, and brings these inner steps to another meeting.
+            self._context.saw(meeting.partner, 0 if adopted else theirs.inner_steps, mine.inner_steps)
             event = OuterStepTaken(
                 round=round_state.schedule.round,
                 seconds=now() - meeting.since_s,

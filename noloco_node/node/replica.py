@@ -119,7 +119,7 @@ class Replica:
         self._partners = Partners(context.me, stage, lambda: context.membership.roster)
         weight_bytes = sum(tensor.nbytes for tensor in origin.state.slow)
         self.rounds = Rounds(context.me, run.outer, origin, self, self._round_context(weight_bytes))
-        self.starting_weights = StartingWeights(starting_state, self.rounds)
+        self.starting_weights = StartingWeights(starting_state, self.rounds, run.outer.staleness_at_most)
         self._line_s = context.host.line_s(stage)
         self._loss: float | None = None
         self._gap: float | None = None
@@ -173,9 +173,10 @@ class Replica:
         losses = [loss for loss, _ in known_losses]
         self._loss = fmean(losses, [count for _, count in known_losses]) if losses else None
         others = (record for records in self._context.membership.roster.stages for record in records)
-        # A generator: once the weights have been judged nobody reads it, and a roster may be long.
+        # Generators: once the weights have been judged nobody reads them, and a roster may be long.
         known = (record.loss for record in others if record.peer != self.peer and record.loss is not None)
-        if (failed := self.starting_weights.failed(losses, known)) is not None:
+        rounds = (candidate.round for candidate in self._partners())
+        if (failed := self.starting_weights.failed(losses, known, rounds)) is not None:
             ours, usual = failed
             disowned = events.Disowned(stage=self.stage, round=self.rounds.finished, loss=ours, usual=usual)
             self._context.reporter.record(disowned)

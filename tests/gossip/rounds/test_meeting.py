@@ -286,6 +286,10 @@ def test_the_stale_one_adopts_and_the_fresh_one_goes_on(codec: Format, outer: Ou
     (step,) = stale.met
     assert step.adopted
     assert (step.staleness_rounds, step.partner_staleness) == (6, 5)
+    # It has met the fresh one, which brings its inner steps to another meeting.
+    ((partner, theirs, ours),) = stale.saw
+    assert (partner, theirs, fresh.saw) == ("fresh", 0, [])
+    assert ours >= 20
     (event,) = fresh.events
     assert isinstance(event, PartnerTooStale)
     assert (event.partner, event.partner_staleness) == ("stale", 6)
