@@ -25,7 +25,7 @@ class AdaptedLinear(FrozenLinear):
 
     def __init__(self, whole: nn.Module, adapter: AdapterConfig) -> None:
         super().__init__(whole, adapter.base)
-        self._scale = adapter.alpha / adapter.rank
+        self._scale = adapter.scale
         self.lora_dropout = nn.Dropout(adapter.dropout)
         self.lora_A = nn.Linear(self.in_features, adapter.rank, bias=False, device="meta")
         self.lora_B = nn.Linear(adapter.rank, self.out_features, bias=False, device="meta")

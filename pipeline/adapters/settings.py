@@ -33,6 +33,11 @@ class AdapterConfig:
         """Whether a run trains adapters, and not all weights."""
         return self.rank > 0
 
+    @property
+    def scale(self) -> float:
+        """How many times the product of an adapter's matrices counts."""
+        return self.alpha / self.rank
+
     def is_for(self, name: str) -> bool:
         """Say whether the linear layer of this name has an adapter."""
         return any(target == ALL_LINEAR or f".{name}".endswith(f".{target}") for target in self.targets)
