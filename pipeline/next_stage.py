@@ -147,6 +147,11 @@ class NextStage:
         return sum(not wait.will_pass for wait in self._waits.values())
 
     @property
+    def calls(self) -> int:
+        """How many calls have no answer yet."""
+        return self._standing.calls
+
+    @property
     def hop_totals(self) -> dict[str, HopTotals]:
         """Calls by replica, those of the last 1024 replicas."""
         return dict(self._standing.totals)
