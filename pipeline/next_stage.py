@@ -147,11 +147,6 @@ class NextStage:
         return sum(not wait.will_pass for wait in self._waits.values())
 
     @property
-    def calls(self) -> int:
-        """How many calls have no answer yet."""
-        return self._standing.calls
-
-    @property
     def hop_totals(self) -> dict[str, HopTotals]:
         """Calls by replica, those of the last 1024 replicas."""
         return dict(self._standing.totals)
@@ -207,7 +202,7 @@ class NextStage:
         names = ["gradients", "lost_unreachable", "lost_given_up", "lost_broken"]
         names += [f"refused_{reason.name.lower()}" for reason in Reason]
         totals: dict[str, int | float] = {name: self._counts[name] for name in names}
-        return totals | {"waiting": len(self._waits), "suspects": len(self.suspects)}
+        return totals | {"waiting": len(self._waits), "calls": self._standing.calls, "suspects": len(self.suspects)}
 
     def _given_up(self, search: _Search) -> bool:
         """Note since when the roster has been empty; say whether that is too long."""

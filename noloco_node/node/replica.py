@@ -411,13 +411,6 @@ class Replica:
         )
         return Checkpoint(counters, {"fast": await self._run(self._model.current_weights)})
 
-    def under_way(self) -> dict[str, int]:
-        """Return how many microbatches wait for an answer of the next stage, for a window's end, and for our device."""
-        turns, calls, away = self.admission.turns.waiting, 0, 0
-        if self.next_stage is not None:
-            calls, away = self.next_stage.calls, int(self.next_stage.statistics()["waiting"])
-        return {"calls": calls, "turns": turns, "here": max(0, self.admission.in_flight - turns - away - calls)}
-
     def _place(self, round: int) -> dict[str, Any]:
         """Return the counters that say of whom weights are, and how far they have come."""
         return {

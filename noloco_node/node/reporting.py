@@ -1,5 +1,5 @@
-"""Reports of a node that trains: its record to the swarm, totals to the journal, a line to its owner, and why nothing
-happens where it stands still.
+"""Reports of a node that trains: its record to the swarm, totals to the journal, lines to its owner, and why it stands
+still.
 """
 
 from __future__ import annotations
@@ -78,18 +78,14 @@ class ProgressReporter:
 
     def conditions(self) -> dict[str, Condition]:
         """Return why no microbatch comes back, and why no partner is met, where either has lasted."""
-        replica, stage, found = self._replica, self._replica.stage, dict[str, Condition]()
+        replica, me, rounds = self._replica, self._membership.me, self._replica.rounds
         patience_s = replica.late_s if replica.late_s < inf else 2.0 * self._run.pipeline.budget_s
-        stall = self._stall.look(replica.statistics() | replica.under_way(), loop_s(), max(STALL_S, patience_s), stage)
-        if stall is not None and not replica.rounds.holds_training:
-            found["stall"] = stall
-        records = self._membership.roster.stage(stage)
-        others = sum(each.peer != self._membership.me and each.state is PeerState.TRAINING for each in records)
-        rounds = replica.rounds
-        alone = self._meetings.look(rounds.statistics(), rounds.view.put_off, others, stage, rounds.silence)
-        if alone is not None:
-            found["rounds"] = alone
-        return found
+        stall = self._stall.look(replica.statistics(), loop_s(), max(STALL_S, patience_s), replica.stage)
+        listed = self._membership.roster.stage(replica.stage)
+        others = sum(each.peer != me and each.state is PeerState.TRAINING for each in listed)
+        alone = self._meetings.look(rounds.statistics(), rounds.view.put_off, others, replica.stage, rounds.silence)
+        found = {"stall": None if rounds.holds_training else stall, "rounds": alone}
+        return {what: condition for what, condition in found.items() if condition is not None}
 
     def forgive(self) -> None:
         """Let the time until now be no stall: we were away ourselves."""
@@ -128,27 +124,23 @@ class ProgressReporter:
 STATUS = "`noloco-node status INVITE` shows"
 ROOM = f"another peer with --stage {{below}}, unless {STATUS} that a later stage holds it up"
 HANGS = f"{STATUS} whether it works for others, and `noloco-node doctor INVITE` what is in the way here"
-SLOW = f"{STATUS} which stage has too few replicas, or a slow one"
+BEHIND = f"{STATUS} which later stage has nobody, too few, or a slow one; a peer with --stage N helps it"
 DEVICE = "end other programs on the device, or start this node again"
 STALLS: Mapping[str, tuple[str, str]] = {
     "downstream.refused_full": ("refused by stage {below} as full", ROOM),
-    "downstream.refused_gossiping": ("refused by stage {below} during a round", "wait, for rounds end"),
     "downstream.refused_leaving": ("refused by replicas of stage {below} that leave, or are not ready", ROOM),
-    "downstream.refused_no_route": (
-        "sent back by stage {below}, which reaches no later one",
-        f"a peer for the stage behind stage {{below}} that nobody serves, as {STATUS}",
-    ),
+    "downstream.refused_no_route": ("sent back by stage {below}, which reaches no later one", BEHIND),
     "downstream.lost_given_up": ("not answered by stage {below} in time", HANGS),
     "downstream.lost_unreachable": ("not taken, for stage {below} was not reached", HANGS),
     "downstream.lost_broken": ("broken off on the way to stage {below} or back", HANGS),
-    "worker.expired": ("older than pipeline.budget_s", SLOW),
     "worker.refused_late": ("refused here, for the device would not have been in time", DEVICE),
     "worker.shortages": ("without memory here", DEVICE),
-    "calls": ("under way to stage {below}", HANGS),
-    "turns": ("with a gradient, waiting for the others of the window", SLOW),
+    "downstream.calls": ("under way to stage {below}", HANGS),
+    "gate.turns": ("with a gradient, waiting for the others of the window", BEHIND),
     "here": ("at our own device", DEVICE),
 }
 """Why microbatches do not come back, and what to try: by totals of a replica, and what is under way now."""
+UNDER_WAY = ("downstream.calls", "gate.turns")  # these are no totals: they count the present
 STALL_S = 180.0  # a shorter one is not told
 
 
@@ -167,9 +159,11 @@ class Stall:
         self._before = {}
 
     def look(self, totals: dict[str, float], now_s: float, patience_s: float, stage: int) -> Condition | None:
-        """Return why nothing comes back. `totals`: counters of a replica of this stage, and what is under way."""
+        """Return why nothing comes back. `totals`: the statistics of a replica of this stage."""
         if totals["worker.succeeded"] != self._before.get("worker.succeeded"):
-            self._since_s, self._before = now_s, totals | dict.fromkeys(("calls", "here", "turns"), 0)
+            self._since_s, self._before = now_s, totals | dict.fromkeys(UNDER_WAY, 0)
+        away = sum(totals.get(name, 0) for name in (*UNDER_WAY, "downstream.waiting"))
+        totals = totals | {"here": max(0, totals["gate.in_flight"] - away)}
         idle = not totals["gate.in_flight"] and not totals.get("downstream.waiting")
         whole = totals["gate.succeeded"] >= totals["gate.window"]  # what follows is the step's
         if now_s - self._since_s < patience_s or whole:
@@ -203,16 +197,10 @@ class MissedMeetings:
         if since["solo"] < self.ALONE:
             return None
         brief = f"{since['solo']} outer steps in a row were taken alone"
-        why = [
-            f"{count} {words}"
-            for words, count in (
-                ("proposals were declined", since["declined"]),
-                (f"had no answer (the last one: {silence})", since["unanswered"]),
-                ("meetings broke off", since["lost"]),
-                ("partners are left alone for now", put_off),
-            )
-            if count
-        ]
+        silent = f"had no answer (the last one: {silence})"
+        words = {"declined": "proposals were declined", "unanswered": silent, "lost": "meetings broke off"}
+        why = [f"{since[name]} {words[name]}" for name in words if since[name]]
+        why += [f"{put_off} partners are left alone for now"] * (put_off > 0)
         causes = ", ".join(why) or "none of them was ready when we were"
         text = f"{brief}, though the roster lists {others} more of stage {stage} at work: {causes}"
         return Condition(brief, text, "no outer step is taken alone beside others any more")
