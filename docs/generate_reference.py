@@ -33,6 +33,7 @@ from noloco_node.api.swarm import PeerStatus, SwarmStatus
 from noloco_node.cli.main import app
 from noloco_node.errors import Exit
 from noloco_node.journal.events import ROUND_EVENTS, NodeEvent
+from noloco_node.observe.metrics import COUNTERS, GAUGES, HISTOGRAMS
 from noloco_node.run.config import RunConfig
 from noloco_node.run.fields import REQUIRED, Field, fields_of, is_section
 from noloco_node.run.presets import run_text
@@ -118,6 +119,18 @@ def journal() -> str:
     return "\n\n".join(parts)
 
 
+def metrics() -> str:
+    """Every figure for Prometheus with its type and its labels."""
+    figures = [*((name, "counter", told) for name, told in COUNTERS.items())]
+    figures += [(name, "gauge", told) for name, told in GAUGES.items()]
+    figures += [(name, "histogram", (text,)) for name, text in HISTOGRAMS.items()]
+    rows = (
+        (f"`noloco_{name}{'_total' * (kind == 'counter')}`", kind, ", ".join(f"`{each}`" for each in labels), text)
+        for name, kind, (text, *labels) in figures
+    )
+    return _table(("figure", "type", "labels", "meaning"), rows)
+
+
 def python() -> str:
     """The names of the Python interface, and the types of what they return."""
     kinds = (init, GossipOptimizer, GossipCallback, join, JoinedPeer, Swarm, SwarmStatus, PeerStatus, export)
@@ -165,6 +178,7 @@ GENERATORS: Mapping[str, Callable[[], str]] = {
     "exit codes": exit_codes,
     "run file": run_file,
     "journal": journal,
+    "metrics": metrics,
     "python": python,
 }
 

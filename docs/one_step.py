@@ -20,7 +20,7 @@ from gossip.rule.outer_step import OuterState, Tensors
 from gossip.settings import Format, OuterConfig
 from pipeline.admission_window import AdmissionWindow
 from pipeline.forward_pass import StageSettings
-from pipeline.inner_step import Inner
+from pipeline.inner_step import InnerConfig
 from pipeline.messages import Gradient, Microbatch, Reply
 from pipeline.model_config import family_config, prepare
 from pipeline.next_stage import NextStage, NextStageClient
@@ -68,9 +68,8 @@ class Peer:
         self.name, self.number = f"stage {number}, replica {replica}", number
         model = prepare(family_config("llama", SIZES))
         weights = build(model, cut(model.config, STAGES, None, TOKENS)[number], seed=0)
-        adamw = Inner(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0, nesterov=True)
         last = number == STAGES - 1
-        self.stage = Stage(weights, adamw, StageSettings(torch.device("cpu")), first=number == 0, last=last)
+        self.stage = Stage(weights, InnerConfig(), StageSettings(torch.device("cpu")), first=number == 0, last=last)
         # A microbatch: through the gate, forward here, by a random replica of the next stage, backward here.
         self.gate = AdmissionWindow(WINDOW)
         routes = NextStage(NextStageClient(hops=self.hops, call=self.call), Random(self.name))

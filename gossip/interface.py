@@ -165,8 +165,8 @@ class RoundContext:
     `partners` leaves ourselves out, and returns the same tuple until the roster changes. `record` takes events in order
     and does not wait. `seed`: of the run. `fixed`: numbers of the tensors that neither training nor a round moves.
     `from_zero`: all weights that rounds move were zero at first, so those of two honest replicas need not be alike.
-    `answers`: None waits `RoundTimeouts.answer_s` for each. `saw` is called for each meeting in which both sides step,
-    with the partner, the inner steps that it claims since it met anybody, and ours.
+    `answers`: None waits `RoundTimeouts.answer_s` for each. `saw` is called for each meeting in which we step, with
+    the partner, the inner steps that it claims since it met anybody (0 where it lends us its weights), and ours.
     """
 
     seed: int

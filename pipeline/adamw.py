@@ -1,15 +1,17 @@
 """AdamW of one stage, with its moments as float32 or as 8-bit codes.
 
-The float32 form is torch's own. In the other (`Inner.state` is "int8") the moments of matrices are codes; those of
-vectors stay float32. A block of 256 values has one float32 scale, the largest magnitude in it. What is left of a value,
-its share of the scale, is companded, so that small shares keep more digits: a first moment's by the root, with its
-sign, a second moment's by the root of the root. Codes are rounded to the nearest, so the same bits give the same step.
+The float32 form is torch's own. In the other (`InnerConfig.state` is "int8") the moments of matrices are codes; those
+of vectors stay float32. A block of 256 values has one float32 scale, the largest magnitude in it. What is left of a
+value, its share of the scale, is companded, so that small shares keep more digits: a first moment's by the root, with
+its sign, a second moment's by the root of the root. Codes are rounded to the nearest, so the same bits give the same
+step.
 
 A second moment far below its block's largest has the code 0. A step takes it for at least what its first moment shows:
 without rounding that bound always holds (`moment_ratio`), and with it no step explodes.
 
-With Nesterov's momentum (`Inner.nesterov`) a step takes the first moment as it would be after the same gradient once
-more: NAdam (Dozat 2016), with the same beta1 in each step and decoupled decay. It needs memory for a piece of a matrix.
+With Nesterov's momentum (`InnerConfig.nesterov`) a step takes the first moment as it would be after the same gradient
+once more: NAdam (Dozat 2016), with the same beta1 in each step and decoupled decay. It needs memory for a piece of a
+matrix.
 
 A step goes through a matrix in pieces of whole blocks, since a block has one scale. One piece at a time becomes
 float32, is computed and is put back, so the result does not depend on where a piece ends. A weight may be split into
@@ -40,7 +42,7 @@ from pipeline.hardware.split_weights import join, split
 from pipeline.inner_step import (
     BLOCK,
     SCALE_BYTES,
-    Inner,
+    InnerConfig,
     is_coded,
     moment_bytes,
     moment_ratio,
@@ -158,7 +160,7 @@ class AdamW:
     def __init__(
         self,
         weights: Sequence[nn.Parameter],
-        inner: Inner,
+        inner: InnerConfig,
         device: torch.device,
         remainders: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
         *,
@@ -259,9 +261,7 @@ class AdamW:
         In small pieces: on a GPU there may be no memory for the root of a large matrix.
         """
         assert self._plain is not None
-        (own, given), (taken, _) = (
-            _momentum(inner, self.steps) for inner in (self._inner, self._inner._replace(nesterov=False))
-        )
+        (own, given), taken = _momentum(self._inner, self.steps), 1.0 / (1.0 - self._inner.beta1**self.steps)
         unbiased = 1.0 / math.sqrt(1.0 - self._inner.beta2**self.steps)
         for weight, state in self._plain.state.items():
             if weight.grad is None:
@@ -358,7 +358,7 @@ class AdamW:
             state["step"].fill_(float(steps))
 
 
-def step_numbers(inner: Inner, learning_rate: float, steps: int) -> Tensor:
+def step_numbers(inner: InnerConfig, learning_rate: float, steps: int) -> Tensor:
     """Return what a step multiplies by, in float32; the first four follow from how many steps were taken."""
     own, given = (learning_rate * share for share in _momentum(inner, steps))
     keep, unbiased = 1.0 - learning_rate * inner.weight_decay, 1.0 / math.sqrt(1.0 - inner.beta2**steps)
@@ -367,7 +367,7 @@ def step_numbers(inner: Inner, learning_rate: float, steps: int) -> Tensor:
     return torch.tensor([keep, own, given, unbiased, fresh, inner.beta2, fresh_square, ratio, inner.epsilon])
 
 
-def _momentum(inner: Inner, steps: int) -> tuple[float, float]:
+def _momentum(inner: InnerConfig, steps: int) -> tuple[float, float]:
     """Return by what a step multiplies the first moment, and by what the gradient: 0 without Nesterov's momentum."""
     unbiased = 1.0 / (1.0 - inner.beta1**steps)
     if not inner.nesterov:

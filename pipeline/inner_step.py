@@ -27,28 +27,42 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from statistics import median_low
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+MomentForm: TypeAlias = Literal["float32", "int8"]  # how a stage keeps its weights and moments
+Forgetting = Annotated[float, (0.0, None, 1.0)]  # from 0 to below 1; Adam forgets at the rate 1 - beta
 
-class Inner(NamedTuple):
-    """AdamW's constants, and the norm to which a stage's gradient is clipped. Only matrices decay.
 
-    `state`: "float32", or "int8" where the moments of matrices are codes (`pipeline.adamw`). `nesterov`: whether a step
-    takes the first moment as it would be after the same gradient once more; the steps of a run do. `orthogonal`:
-    whether AdamW's step of a matrix of the layers is made orthogonal before it is taken.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InnerConfig:
+    """AdamW by Nesterov's momentum inside a replica, between two rounds, and its schedule over the run's progress.
+
+    The rate warms up linearly, then falls by a cosine to a fraction of `learning_rate`. A stage's gradient is clipped
+    to `clip_norm`. Only matrices decay. Bounds are (least, most); `noloco_node.run.fields` holds a run file to them.
     """
 
-    beta1: float
-    beta2: float
-    epsilon: float
-    weight_decay: float
-    clip_norm: float
-    state: str = "float32"
-    nesterov: bool = False
+    nesterov: ClassVar[bool] = True
+    """Whether a step takes the first moment as it would be after the same gradient once more (research/results.md)."""
+
+    steps: Annotated[int, (1, 10**9)] = 25_000
+    """Inner steps that each planned source takes: with the batch and the planned replicas, the run's token budget."""
+    learning_rate: Annotated[float, (1e-12, 100.0)] = 6e-4
+    warmup_steps: int = 1000
+    final_fraction: Annotated[float, (0.0, 1.0)] = 0.1
+    beta1: Forgetting = 0.9
+    beta2: Forgetting = 0.999
+    epsilon: Annotated[float, (1e-30, 1.0)] = 1e-8
+    weight_decay: Annotated[float, (0.0, 100.0)] = 0.0
+    clip_norm: Annotated[float, (1e-12, 1e12)] = 1.0
+    state: MomentForm = "float32"
+    """What the optimiser keeps: "float32", or "int8" (moments as 8-bit codes; on a device that computes in bfloat16
+    weights as bfloat16 with an 8-bit correction: half the memory)."""
     orthogonal: bool = False
+    """Whether matrices of the layers step by the orthogonal matrix that is nearest to AdamW's step, as Muon takes that
+    of a mean gradient: less loss for the same tokens, and more work for each step."""
 
 
 class StepReport(NamedTuple):
@@ -145,31 +159,19 @@ LONGEST_SPACING_S = 15.0
 HASTE = 2.0  # how many times the rate that the swarm has shown a replica's progress may move at
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
-    """Linear warm-up, then a cosine to a fraction of the peak.
-
-    `steps` and `warmup_steps` are a planned source's inner steps; only their ratio to the run's progress matters.
-    """
-
-    peak: float
-    steps: int
-    warmup_steps: int
-    final_fraction: float
-
-
-def learning_rate(progress: float, schedule: Schedule) -> float:
+def learning_rate(progress: float, inner: InnerConfig) -> float:
     """Return the learning rate of an inner step that is taken at this progress of the run.
 
     A run at progress p has done p * steps inner steps; the one after n steps has (n + 1) / warmup_steps of the peak
-    while it warms up, so that the very first step moves something.
+    while it warms up, so that the very first step moves something. Of `steps` and `warmup_steps` only the ratio to the
+    progress matters: they are a planned source's.
     """
-    done = min(max(progress, 0.0), 1.0) * schedule.steps
-    if done + 1.0 < schedule.warmup_steps:
-        return schedule.peak * (done + 1.0) / schedule.warmup_steps
-    phase = (done - schedule.warmup_steps) / max(1, schedule.steps - schedule.warmup_steps)
+    peak, done = inner.learning_rate, min(max(progress, 0.0), 1.0) * inner.steps
+    if done + 1.0 < inner.warmup_steps:
+        return peak * (done + 1.0) / inner.warmup_steps
+    phase = (done - inner.warmup_steps) / max(1, inner.steps - inner.warmup_steps)
     fall = 0.5 * (1.0 + math.cos(math.pi * min(max(phase, 0.0), 1.0)))
-    return schedule.peak * (schedule.final_fraction + (1.0 - schedule.final_fraction) * fall)
+    return peak * (inner.final_fraction + (1.0 - inner.final_fraction) * fall)
 
 
 class Mark(NamedTuple):

@@ -23,7 +23,7 @@ from pipeline.adamw import AdamW
 from pipeline.forward_pass import Slice, StagePasses, StageSettings, or_memory_error
 from pipeline.hardware.split_weights import Split, join, split, values_of
 from pipeline.hardware.upload import PART, Upload
-from pipeline.inner_step import Inner, OptimiserState, StepReport
+from pipeline.inner_step import InnerConfig, OptimiserState, StepReport
 
 _COUNTED = (
     *("forwards", "backwards", "recomputed", "stale_backwards", "weight_copies", "shortages"),
@@ -35,7 +35,14 @@ class Stage(StagePasses):
     """One stage's slice and its optimiser."""
 
     def __init__(
-        self, module: Slice, inner: Inner, settings: StageSettings, *, first: bool, last: bool, codec: str = "float32"
+        self,
+        module: Slice,
+        inner: InnerConfig,
+        settings: StageSettings,
+        *,
+        first: bool,
+        last: bool,
+        codec: str = "float32",
     ) -> None:
         coded = inner.state == "int8"
         super().__init__(module, settings, first=first, last=last, codec=codec, coded=coded)

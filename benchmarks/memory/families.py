@@ -26,7 +26,7 @@ from noloco_node.planning.graph_memory import graph_bytes
 from noloco_node.planning.model_layout import ModelLayout, build_stage, make_stage, model_layout
 from noloco_node.run.config import NO_ADAPTER, AdapterConfig, ModelConfig, PipelineConfig, RunConfig
 from pipeline.forward_pass import StageSettings
-from pipeline.inner_step import Inner
+from pipeline.inner_step import InnerConfig
 from pipeline.stage import Stage
 
 MOST = 1.25
@@ -145,7 +145,7 @@ def _kept(run: RunConfig, layout: ModelLayout, number: int, half: bool) -> int:
     cut, device = layout.cuts[number], torch.device("cpu")
     stage = Stage(
         build_stage(run, layout, number, device),
-        Inner(0.9, 0.99, 1e-8, 0.1, 1.0),
+        InnerConfig(),
         StageSettings(device, torch.bfloat16 if half else None),
         first=cut.embeds,
         last=cut.head,

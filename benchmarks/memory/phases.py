@@ -39,7 +39,7 @@ from noloco_node.planning.bandwidth import gossip_memory
 from noloco_node.storage.checkpoint import Checkpoint, Counters, save
 from noloco_node.storage.transfer_files import StateFile
 from pipeline.forward_pass import StageSettings
-from pipeline.inner_step import Inner
+from pipeline.inner_step import InnerConfig
 from pipeline.stage import Stage
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class Replica:
         self.before = resident_bytes()
         with torch.no_grad():
             module: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
-        inner = Inner(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0)
+        inner = InnerConfig(beta2=0.95)
         self.stage = Stage(module, inner, StageSettings(torch.device("cpu")), first=False, last=False)
         self.parameters: int = sum(weight.numel() for weight in module.parameters())
         self.gradients = list(module.parameters())

@@ -144,7 +144,7 @@ async def _reader(page: Page) -> asyncio.subprocess.Process:
 
 async def _scraped(metrics: NodeMetrics) -> None:
     while True:
-        metrics.text()
+        metrics.text(time.time())
         await asyncio.sleep(SCRAPE_EVERY_S)
 
 

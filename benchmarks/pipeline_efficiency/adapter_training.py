@@ -47,7 +47,6 @@ from noloco_node.data.held_out_text import text_loss, validation_text
 from noloco_node.demo.child_processes import Child, Children, tied_command
 from noloco_node.export.held_out_loss import logits_of
 from noloco_node.journal import events, reader
-from noloco_node.node.replica import rate_schedule
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import load_run
 from noloco_node.swarm.invite import SCHEME
@@ -132,9 +131,9 @@ def train_base(directory: Path) -> None:
     run_file = directory / "base.toml"
     run_file.write_text("seed = 7\n" + run_text(sizes, 1, BASE_STEPS, 50, 2e-3))
     run = load_run(run_file)
-    loop, schedule = BareLoop(run), rate_schedule(run)
+    loop = BareLoop(run)
     for step in range(BASE_STEPS):
-        loop.step(learning_rate(step / BASE_STEPS, schedule))
+        loop.step(learning_rate(step / BASE_STEPS, run.inner))
     loop.model.save_pretrained(directory / "base")
     ByT5Tokenizer().save_pretrained(directory / "base")
 
@@ -210,7 +209,6 @@ def train_alone(run: RunConfig, base: Path, source: Path, steps: int) -> Any:
         trained, betas=(inner.beta1, inner.beta2), eps=inner.epsilon, weight_decay=inner.weight_decay, fused=True
     )
     blocks = run_blocks(run, str(source), "alone", plain.config.vocab_size)
-    schedule = rate_schedule(run)
     for step in range(steps):
         batches = [blocks.next_batch(run.pipeline.microbatch_size) for _ in range(run.pipeline.microbatches_per_step)]
         targets = [as_targets(batch[:, 1:]).flatten() for batch in batches]
@@ -221,7 +219,7 @@ def train_alone(run: RunConfig, base: Path, source: Path, steps: int) -> Any:
             torch.autograd.backward(loss / learnt)
         torch.nn.utils.clip_grad_norm_(trained, inner.clip_norm)
         for group in optimiser.param_groups:
-            group["lr"] = learning_rate(step / steps, schedule)
+            group["lr"] = learning_rate(step / steps, run.inner)
         optimiser.step()
         optimiser.zero_grad()
     return model.merge_and_unload()

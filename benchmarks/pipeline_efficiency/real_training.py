@@ -42,7 +42,6 @@ from noloco_node.demo.child_processes import ONE_THREAD, Children
 from noloco_node.export.held_out_loss import logits_of
 from noloco_node.inference.generation import continuation
 from noloco_node.journal import events, reader
-from noloco_node.node.replica import rate_schedule
 from noloco_node.observe.peer_history import Point
 from noloco_node.observe.screen import smoothed
 from noloco_node.run.runfile import load_run
@@ -112,11 +111,11 @@ def loop(run_file: Path, tokens: int, cpu_s: float, out: Path) -> None:
     disable_progress_bar()
     torch.set_num_threads(1)
     run = load_run(run_file)
-    bare, schedule = BareLoop(run), rate_schedule(run)
+    bare = BareLoop(run)
     points, done = list[Point](), 0
     begun, begun_s = time.process_time(), time.perf_counter()
     while (progress := done / tokens if tokens else (time.process_time() - begun) / cpu_s) < 1.0:
-        loss = bare.step(learning_rate(progress, schedule))
+        loss = bare.step(learning_rate(progress, run.inner))
         done += bare.step_tokens
         points.append(Point(time.process_time() - begun, loss))
     curve = Curve(points, time.process_time() - begun, time.perf_counter() - begun_s, done)

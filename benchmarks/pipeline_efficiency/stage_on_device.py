@@ -26,6 +26,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -40,7 +41,7 @@ from torch.nn import functional
 from noloco_node.machine.device import Device, autocast_dtype, choose_device, finish_work
 from noloco_node.planning.model_layout import ModelLayout, build_stage, make_stage, model_layout
 from noloco_node.planning.plan import memories
-from noloco_node.run.config import DataConfig, InnerConfig, ModelConfig, PipelineConfig, RunConfig
+from noloco_node.run.config import DataConfig, ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.runfile import load_run
 from pipeline.activation_codec import encode
 from pipeline.adamw import Form, Move, compiled, encode_first, encode_second, move, step_numbers
@@ -48,7 +49,7 @@ from pipeline.admission_window import AdmissionWindow
 from pipeline.forward_pass import PendingForward
 from pipeline.hardware.moments_beside import Codes
 from pipeline.hardware.split_weights import split
-from pipeline.inner_step import BLOCK, Inner
+from pipeline.inner_step import BLOCK, InnerConfig
 from pipeline.messages import ACTIVATION_CODECS, Gradient, Microbatch
 from pipeline.stage import Stage
 from pipeline.worker import Worker
@@ -62,7 +63,7 @@ def a_run(args: argparse.Namespace, stages: int) -> RunConfig:
     if args.run is not None:
         run = load_run(args.run)
         pipeline = structs.replace(run.pipeline, stages=stages, boundaries=None, windows_in_flight=1)
-        inner = structs.replace(run.inner, state=args.state or run.inner.state)
+        inner = replace(run.inner, state=args.state or run.inner.state)
         return structs.replace(run, precision=args.precision, pipeline=pipeline, inner=inner)
     sizes = {
         "hidden_size": args.width,
@@ -286,7 +287,7 @@ def same_bits(_: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             on_cpu, on_device = encode(code, values, seed), encode(code, values.to(device), seed)
             found[f"{name} {way}"] = _apart(on_cpu, on_device)
     moments = encode_first(0.01 * gradient.view(-1, BLOCK)), encode_second((0.01 * gradient.view(-1, BLOCK)).square())
-    numbers = step_numbers(Inner(0.9, 0.99, 1e-8, 0.01, 1.0, "int8", nesterov=True), 1e-3, 10)
+    numbers = step_numbers(InnerConfig(beta2=0.99, weight_decay=0.01, state="int8"), 1e-3, 10)
     halved = Form((torch.bfloat16, torch.int8), torch.bfloat16)
     for name, dtypes in (("step", Form((torch.float32,), torch.float32)), ("split step", halved)):
         halves = dtypes is halved

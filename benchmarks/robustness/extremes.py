@@ -256,7 +256,7 @@ def _look(roster: Roster, observer: RosterObserver, metrics: NodeMetrics, rng: D
         Console(file=io.StringIO(), width=100).print(picture(view, 100, 40))
         status.picture(RECIPE, roster, late)
         msgspec.json.encode(status.summary(RECIPE, roster, "invite"))
-        metrics.text()
+        metrics.text(1.7e9)
 
 
 # A live swarm.

@@ -279,7 +279,7 @@ class Stage:
         peer.round, peer.open, peer.opened_s = peer.round + 1, True, self.now_s
         there = self.roster(peer)
         peer.order = preferences(peer.name, [each.name for each in there], self.seed, int(self.now_s // ROUND_S))
-        peer.queue.clear(self.now_s)
+        peer.queue.clear(peer.order, self.now_s)
         if self.now_s > WARM_S and self.rng.random() < 0.1:
             dead = sum(each.died_s <= self.now_s for each in there)
             size = stage_size([self.depth] * len(there), max(1, len(followed(peer.name, 0, self.depth, 0.0))))

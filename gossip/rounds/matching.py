@@ -17,10 +17,11 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from statistics import median_low
+from statistics import median, median_low
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,10 @@ ASKED_AT_MOST = 32  # preferences that are followed in one round; the others may
 TOLERANCE = 0.1  # share of a measured speed within which two speeds count as equal
 LARGEST_MULTIPLE = 8.0  # how many times the stage's median the highest speed may be that is believed
 SLACK_S = 1e-3  # times nearer than this are equal: a timer may fire a little early
+TIMES_LOST = 10.0
+"""A peer is left alone for so many times as long as we have lost by it: it takes a tenth of our time at most."""
+USUAL_OF = 16  # meetings with a step of ours whose median duration is usual
+VAIN_AT_MOST = 3  # meetings without a step of ours that one partner may have in a round; more are no accident
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,29 +220,45 @@ class PartnerView:
         return self._order
 
 
+class _Alone(NamedTuple):
+    """A peer by which we have lost much time is not asked until then; `declined`: nor are its proposals accepted."""
+
+    until: float
+    declined: bool
+
+
 class PartnerQueue:
-    """Decides which partner a replica asks next in an open round, and when it asks each again.
+    """Decides which partner a replica asks next in an open round, when it asks each again, and whom it leaves alone.
 
     A peer that proposes has a round open itself. The queue remembers those that we declined until our next step, and
-    asks them before peers that may have no round open. Partners that are left alone stay so when a round opens.
+    asks them before peers that may have no round open. A peer by which we have lost much time is left alone for ten
+    times as long, whatever rounds open meanwhile. The only partner (`peers`: all that there are) never is.
     """
 
     def __init__(self, patience: RoundTimeouts, rng: random.Random) -> None:
-        self._patience = patience
-        self._rng = rng
+        self._patience, self._rng = patience, rng
         self._not_before: dict[str, float] = {}
-        self._alone_until: dict[str, float] = {}
+        self._alone: dict[str, _Alone] = {}
         self._proposed: set[str] = set()
+        self._vain_meetings: Counter[str] = Counter()
+        """By partner, the meetings of this round that ended without a step of ours."""
+        self._durations: deque[float] = deque(maxlen=USUAL_OF)
+        """Seconds of the latest meetings that ended in a step of ours."""
+        self._forgiven_s = -math.inf
+        """No time before this is lost by a partner."""
 
     @property
     def put_off_count(self) -> int:
         """The number of partners that are asked later, or not at all."""
         return len(self._not_before)
 
-    def clear(self, now: float) -> None:
+    def clear(self, peers: Collection[str], now: float) -> None:
         """Let everybody be asked anew, as a round opens, but those that are left alone."""
-        self._alone_until = {peer: until for peer, until in self._alone_until.items() if until > now}
-        self._not_before = dict(self._alone_until)
+        if len(peers) < 2:
+            self.forgive(now)
+        self._alone = {peer: alone for peer, alone in self._alone.items() if alone.until > now}
+        self._not_before = {peer: alone.until for peer, alone in self._alone.items()}
+        self._vain_meetings.clear()
 
     def forget_proposals(self) -> None:
         self._proposed.clear()
@@ -269,24 +290,52 @@ class PartnerQueue:
     def put_off(self, peer: str, seconds: float, now: float) -> None:
         """Ask this peer again only after so long and a jitter."""
         until = now + seconds + self._rng.uniform(0.5, 1.5) * self._patience.jitter_s
-        self._not_before[peer] = max(until, self._alone_until.get(peer, until))
+        self._not_before[peer] = max(until, self._alone[peer].until) if peer in self._alone else until
 
-    def leave_alone(self, peer: str, seconds: float, now: float) -> None:
-        """Put this peer off whatever rounds open meanwhile."""
-        self.put_off(peer, seconds, now)
-        self._alone_until[peer] = self._not_before[peer]
+    def note_loss(
+        self, peer: str, since: float, allowed_s: float, peers: Collection[str], now: float, *, in_meeting: bool
+    ) -> None:
+        """Put a peer off that has not answered our proposal since then; its own are accepted.
 
-    def forgive(self) -> None:
-        """Leave nobody alone from the next opening on."""
-        self._alone_until.clear()
+        `in_meeting`: it was a meeting that came to nothing. That counts against the peer's bound for this round, and
+        only what it took beyond the usual time is lost. Lost is at most `allowed_s`, and no time that we were away.
+        """
+        lost_s = min(now - max(since, self._forgiven_s), allowed_s)
+        if in_meeting:
+            self._vain_meetings[peer] += 1
+            lost_s -= median(self._durations) if self._durations else self._patience.sleep_s
+        alone_s = TIMES_LOST * lost_s
+        if alone_s > self._patience.sleep_s and _has_other(peer, peers):
+            self.put_off(peer, alone_s, now)
+            self._alone[peer] = _Alone(self._not_before[peer], in_meeting or self._held_us_up(peer, now))
+        else:
+            self.put_off(peer, self._patience.sleep_s, now)
 
-    def met(self, peer: str) -> None:
-        """Leave this peer alone no longer, as it has met us."""
-        self._alone_until.pop(peer, None)
+    def met(self, peer: str, seconds: float) -> None:
+        """Leave this peer alone no longer, as a meeting with it has ended in a step of ours."""
+        self._durations.append(seconds)
+        self._alone.pop(peer, None)
+
+    def forgive(self, now: float) -> None:
+        """Let no time until now count as lost by a partner, and leave nobody alone from the next opening on."""
+        self._alone.clear()
+        self._forgiven_s = now
+
+    def declines(self, peer: str, peers: Collection[str], now: float) -> bool:
+        """Say whether a peer has had enough meetings that came to nothing for us: in this round, or for some time."""
+        return self._vain_meetings[peer] >= VAIN_AT_MOST or (self._held_us_up(peer, now) and _has_other(peer, peers))
+
+    def _held_us_up(self, peer: str, now: float) -> bool:
+        alone = self._alone.get(peer)
+        return alone is not None and alone.declined and alone.until > now
 
     def nobody_left(self, peers: Iterable[str]) -> bool:
         """Say whether all of these have told us that they are leaving; true where there are none."""
         return all(self._not_before.get(peer) == math.inf for peer in peers)
+
+
+def _has_other(peer: str, peers: Collection[str]) -> bool:
+    return any(other != peer for other in peers)
 
 
 class RoundClaims(NamedTuple):

@@ -113,8 +113,8 @@ class MeetingProtocol:
                 answers.record_timeout(peer, asked_s, now())
             if meeting is None:
                 # A peer that took no call has not held us up: the line may be down, and back soon.
-                waited_s = round_state.waited_s(asked_s, allowed_s) if reached else 0.0
-                round_state.note_silence(peer, waited_s, str(loss) or f"{peer} has not answered in time")
+                why = str(loss) or f"{peer} has not answered in time"
+                round_state.note_silence(peer, asked_s if reached else now(), allowed_s, why)
         finally:
             round_state.asking = None
 
@@ -219,8 +219,8 @@ class MeetingProtocol:
                 self._note_too_stale(meeting, their_staleness, sent, received)
                 return
             round_state.counts["clipped"] += swapped.step.clipped
-            if not adopted:
-                self._context.saw(meeting.partner, theirs.inner_steps, mine.inner_steps)
+            # A partner that lends its weights takes no step, and brings these inner steps to another meeting.
+            self._context.saw(meeting.partner, 0 if adopted else theirs.inner_steps, mine.inner_steps)
             event = OuterStepTaken(
                 round=round_state.schedule.round,
                 seconds=now() - meeting.since_s,

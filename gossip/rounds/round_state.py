@@ -7,12 +7,10 @@ object. Each transition wakes those that wait for a change, so none is missed.
 from __future__ import annotations
 
 import asyncio
-import math
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any, NamedTuple
 
 from gossip.exchange.codec import Sides
@@ -25,10 +23,6 @@ from gossip.settings import OuterConfig
 
 POLL_S = 1.0  # how often the last round looks whether anybody is left
 LATE_AT_MOST = 4  # exchanges in a row that ran out of time, each of which doubles the time of the next
-TIMES_LOST = 10.0
-"""A peer is left alone for so many times as long as we have lost by it: it takes a tenth of our time at most."""
-USUAL_OF = 16  # meetings with a step of ours whose median duration is usual
-VAIN_AT_MOST = 3  # meetings without a step of ours that one partner may have in a round; more are no accident
 MOST_MET = 256  # partners that are remembered to have been met
 COUNTED = (
     *("met", "solo", "skipped", "lost", "implausible", "clipped", "retaken"),
@@ -185,14 +179,6 @@ class RoundState:
         self._claims = RoundClaims()
         self._claimants: Sequence[Candidate] | None = None
         """The claims of these candidates; computed anew for others, and once there is another partner."""
-        self._vain_meetings: Counter[str] = Counter()
-        """By partner, the meetings of this round that ended without a step of ours."""
-        self._declined_until: dict[str, float] = {}
-        """Until when partners that have held us up are declined."""
-        self._forgiven_s = -math.inf
-        """No time before this is lost by a partner."""
-        self._durations: deque[float] = deque(maxlen=USUAL_OF)
-        """Seconds of the latest meetings that ended in a step of ours."""
         self._late = 0  # recent exchanges that ran out of time, less those that did not
         self._changed = asyncio.Event()
 
@@ -296,7 +282,6 @@ class RoundState:
         """Return the facts that decide on a proposal of `sender`."""
         order = self.partners.order(self.schedule.round) if self.is_open else ()
         place = order.index(sender) if sender in order else len(order)
-        held_us_up = self._declined_until.get(sender, 0.0) > now() and self._has_other(sender)
         return AnswerState(
             me=self.me,
             round=self.schedule.round,
@@ -304,7 +289,7 @@ class RoundState:
             engaged=self.meeting is not None,
             asking=self.asking,
             leaving=self.leaving,
-            had=self._vain_meetings[sender] >= VAIN_AT_MOST or held_us_up,
+            had=self.queue.declines(sender, self.partners.peers, now()),
             preference_delay_s=self.schedule.preference_delay_s(place, max(len(order), place + 1)),
             ready_in_s=self.schedule.ready_in_s,
         )
@@ -418,12 +403,7 @@ class RoundState:
     def begin_round(self, *, last: bool) -> None:
         """Count a new round, in which everybody may be asked anew."""
         self.schedule.open(self.claims, last=last)
-        now_s = now()
-        self._declined_until = {peer: until for peer, until in self._declined_until.items() if until > now_s}
-        if len(self.partners.peers) < 2:
-            self.forgive()
-        self.queue.clear(now_s)
-        self._vain_meetings.clear()
+        self.queue.clear(self.partners.peers, now())
 
     def ask(self, peer: str) -> None:
         self.asking = peer
@@ -435,55 +415,19 @@ class RoundState:
             self.queue.proposed(peer)
 
     def note_vain_meeting(self, meeting: Meeting) -> None:
-        """Put this partner off, and count the meeting against its bound for this round.
+        peer, since_s, peers = meeting.partner, meeting.since_s, self.partners.peers
+        self.queue.note_loss(peer, since_s, self.exchange_s, peers, now(), in_meeting=True)
 
-        What it took beyond the usual time of a meeting is lost. We decline a partner by which we have lost much for ten
-        times as long.
-        """
-        partner = meeting.partner
-        self._vain_meetings[partner] += 1
-        usual_s = median(self._durations) if self._durations else self.timeouts.sleep_s
-        alone_s = self._leave_alone(partner, self.waited_s(meeting.since_s, self.exchange_s) - usual_s)
-        if alone_s > self.timeouts.sleep_s:
-            self._declined_until[partner] = now() + alone_s
-
-    def note_silence(self, peer: str, waited_s: float, why: str) -> None:
-        """Put a peer off that has not answered our proposal; its own are accepted."""
+    def note_silence(self, peer: str, since_s: float, allowed_s: float, why: str) -> None:
+        """Note that a peer has not answered our proposal since then, and that it was allowed so long."""
         self.counts["unanswered"] += 1
         self.silence = why
-        self._leave_alone(peer, waited_s)
-
-    def waited_s(self, since_s: float, allowed_s: float) -> float:
-        """Return for how long we have waited for a peer, without the time that we were away ourselves."""
-        return min(now() - max(since_s, self._forgiven_s), allowed_s)
-
-    def forgive(self) -> None:
-        """Let no time until now count as lost by a partner: we were away ourselves."""
-        self._declined_until.clear()
-        self.queue.forgive()
-        self._forgiven_s = now()
-
-    def _has_other(self, peer: str) -> bool:
-        return any(other != peer for other in self.partners.peers)
-
-    def _leave_alone(self, peer: str, lost_s: float) -> float:
-        """Put a peer off by which we have lost so much time; return for how long.
-
-        If there is another, this one is put off for ten times what we have lost, whatever rounds open meanwhile.
-        """
-        alone_s = TIMES_LOST * lost_s
-        if alone_s > self.timeouts.sleep_s and self._has_other(peer):
-            self.queue.leave_alone(peer, alone_s, now())
-            return alone_s
-        self.queue.put_off(peer, self.timeouts.sleep_s, now())
-        return self.timeouts.sleep_s
+        self.queue.note_loss(peer, since_s, allowed_s, self.partners.peers, now(), in_meeting=False)
 
     def _note_met(self, meeting: Meeting) -> None:
         """Note that a partner has brought weights that we could use."""
         partner = meeting.partner
-        self._durations.append(now() - meeting.since_s)
-        self._declined_until.pop(partner, None)
-        self.queue.met(partner)
+        self.queue.met(partner, now() - meeting.since_s)
         self._claimants = None
         self.met_partners.pop(partner, None)
         self.met_partners[partner] = None

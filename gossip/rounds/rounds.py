@@ -130,7 +130,7 @@ class Rounds:
 
     def forgive(self) -> None:
         """Let no time until now count as lost by a partner: we were away ourselves."""
-        self._round_state.forgive()
+        self._round_state.queue.forgive(now())
 
     @property
     def view(self) -> RoundsView:

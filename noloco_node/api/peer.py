@@ -6,8 +6,9 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
+from math import inf
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 from weakref import WeakMethod
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from noloco_node.cli.join import PrepareMachine
 
-STAYS_S = 10.0**9  # a peer serves its weights until it is asked to leave
+STAYS_S = inf  # a peer serves its weights until it is asked to leave
 _NOT_FOR_PROGRAMS = {"linger", "devices"}  # options of the command that a node in a program has not
 
 
@@ -85,8 +86,9 @@ def parsed(invite: str | PathLike[str], options: Mapping[str, object]) -> tuple[
         several = [given[name]] if isinstance(given[name], str | PathLike) else given[name]
         if isinstance(several, Iterable):
             given[name] = [fspath(each) if isinstance(each, PathLike) else each for each in several]
-    read = JoinOptions(**given, linger=STAYS_S)
+    read = JoinOptions(**given)
     check_options(read)
+    read = replace(read, linger=STAYS_S)
     return invites.parse(invites.found(invite_text(str(invite)), read.home or default_home("node"))), read
 
 

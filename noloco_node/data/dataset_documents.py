@@ -180,7 +180,9 @@ class RowDocuments:
         return config_error(
             f"The data source has no rows with text in the field {self._data.field!r}.",
             why,
-            ANOTHER_FIELD if self.rows_seen else "another data.path, with a row in it",
+            f"another data.source or data.path; {ANOTHER_FIELD}"
+            if self.rows_seen
+            else "another data.path, with a row in it",
         )
 
     def _read(self, row: Any, bad: list[BadRow]) -> tuple[str, str]:

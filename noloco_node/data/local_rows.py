@@ -21,10 +21,11 @@ from typing import Any, cast
 import msgspec
 
 from noloco_node.data.row_forms import BadRow, Row, row_of
-from noloco_node.errors import one_line
+from noloco_node.errors import config_error, one_line
 from noloco_node.run.config import DataConfig
 
 _BOM = b"\xef\xbb\xbf"
+_NOT_UTF8 = "is not text in UTF-8 and is left out"
 _BATCH_ROWS = 256
 MOST_LINE_BYTES = 64 * 1024 * 1024  # a row is read whole into memory
 READ_CHARACTERS = 2**20  # of an array at a time
@@ -38,7 +39,7 @@ class LocalRows:
     column_names = None
 
     def __init__(self, files: Sequence[tuple[str, Path]], data: DataConfig) -> None:
-        """List the shards; raise ValueError if no file can be read."""
+        """List the shards; raise `UserError` if no file can be read."""
         self._data = data
         self.unreadable: list[BadRow] = []
         self._shards: list[tuple[str, Path, int]] = []
@@ -49,7 +50,11 @@ class LocalRows:
                 self._shards += [(name, path, group) for group in range(self._groups(name, path))]
         if not self._shards:
             why = "; ".join(f"{each.where} {each.kind}" for each in self.unreadable[:3])
-            raise ValueError(why or "its files have no rows")
+            raise config_error(
+                f"There is no data at {data.path!r}.",
+                why or "its files have no rows",
+                "another data.source or data.path",
+            )
 
     def _groups(self, name: str, path: Path) -> int:
         import pyarrow
@@ -87,9 +92,10 @@ class JsonShard:
     def __iter__(self) -> Iterator[Row]:
         try:
             with _unpacked(self._path) as file:
+                is_array = _holds_array(file)
+            with _unpacked(self._path) as file:
                 if file.peek(len(_BOM)).startswith(_BOM):
                     file.read(len(_BOM))
-                is_array = file.peek(64)[:64].lstrip().startswith(b"[")
                 yield from self._array(file) if is_array else self._lines(file)
         except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:  # a packed file may be torn
             yield BadRow("cannot be read further, and its rest is left out", f"{self._name} ({one_line(error, 120)})")
@@ -118,6 +124,8 @@ class JsonShard:
                     if number > self._rows:
                         self._rows = number
                         yield self._row_in(row, f"{self._name}, row {number}")
+        except UnicodeDecodeError:
+            yield BadRow(f"{_NOT_UTF8} with all that follows", f"{self._name}, row {number + 1}")
         except (ValueError, RecursionError):
             kind = f"is no JSON, or longer than {MOST_LINE_BYTES:,} bytes, and is left out with all that follows"
             yield BadRow(kind, f"{self._name}, row {number + 1}")
@@ -129,6 +137,8 @@ class JsonShard:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             try:  # it may hold NaN, which is no JSON and often written all the same
                 return self._row_in(json.loads(line), where)
+            except UnicodeDecodeError:
+                return BadRow(_NOT_UTF8, where)
             except (ValueError, RecursionError):
                 return BadRow("is no JSON and is left out", where)
         return row_of(self._data, fields, row, where)
@@ -139,11 +149,25 @@ class JsonShard:
         return row_of(self._data, row, row, where)
 
 
-def _elements(text: io.TextIOBase) -> Iterator[Any]:
-    """Yield the elements of a JSON array as they are read; raise ValueError where it is none, or one is too long."""
-    held = text.read(READ_CHARACTERS).lstrip().removeprefix("[").lstrip()
+def _holds_array(file: io.BufferedReader) -> bool:
+    """Whether the first character that is not blank opens an array, however many blanks are before it."""
+    begin = b""
+    while not begin and (piece := file.read(4096)):
+        begin = piece.removeprefix(_BOM).lstrip()
+    return begin.startswith(b"[")
+
+
+def _past_blank_start(text: io.TextIOBase) -> str:
+    """Read on, and return what comes behind blanks; "" at the end."""
+    held = ""
     while not held and (more := text.read(READ_CHARACTERS)):
         held = more.lstrip()
+    return held
+
+
+def _elements(text: io.TextIOBase) -> Iterator[Any]:
+    """Yield the elements of a JSON array as they are read; raise ValueError where it is none, or one is too long."""
+    held = _past_blank_start(text).removeprefix("[").lstrip() or _past_blank_start(text)
     is_last = held.startswith("]")
     at = int(is_last)
     while not is_last:

@@ -75,6 +75,7 @@ class DhtRecords:
         self._looks = Quota(LOOKS_AT_ONCE, LOOK_REFILL_S)
         self._reads = Quota(READ_BYTES, 1 / READ_BYTES_PER_S)
         self._expiry: dict[tuple[str, str], float] = {}
+        self._kept: BoundedStorage | None = None
 
     @property
     def neighbours(self) -> int:
@@ -88,9 +89,10 @@ class DhtRecords:
     ) -> bool:
         """Become a node of the DHT; say whether a peer that we join by answers."""
         signatures = Signatures(self._accepts, self._may_look)
-        rules = CallRules(self._secret.code, self._settings.admission, self._may_send)
+        rules = CallRules(self._secret.code, self._settings.admission, self._may_send, self._may_hand_over)
         node = await self._control.bounded(DhtNode.create(parts, client, signatures, rules, _ANSWER_S), wait_s)
-        node.replace_store(BoundedStorage(node.storage).store)
+        self._kept = BoundedStorage(node.storage)
+        node.replace_store(self._kept.store)
         node.filter_answers(
             lambda place, entries: keep_believed(place, entries, signatures, self._known(place), self._salt)
         )
@@ -117,11 +119,15 @@ class DhtRecords:
         """Say whether the peer that we answer may read so many bytes of records."""
         return self._reads.take(CALLER.get(), loop_s(), size)
 
+    def _may_hand_over(self) -> bool:
+        """Say whether we may look once more at all records that we keep for others: all new neighbours are one."""
+        return self._kept is None or self._reads.take("", loop_s(), self._kept.size_bytes)
+
     async def greet(self, peer_id: PeerId) -> None:
         await self._control.bounded(self._joined().ping(peer_id), self._wait_s)
 
-    async def ask_time(self, peer_id: PeerId, *, is_door: bool) -> None:
-        await self._control.bounded(self._joined().ask_time(peer_id, is_door=is_door), self._wait_s)
+    async def ask_time(self, peer_id: PeerId, voice: str, *, is_door: bool) -> None:
+        await self._control.bounded(self._joined().ask_time(peer_id, voice, is_door=is_door), self._wait_s)
 
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
         """Store a record of ours; False when the DHT refused it or did not answer in time."""
@@ -137,7 +143,8 @@ class DhtRecords:
             stored = await self._control.bounded(storing, self._wait_s)
         except ConnectionError:
             return False
-        if not stored:  # as where our clock was far ahead: others still have the version before
+        # As where our clock was far ahead: others still have the version before. A later one may be out meanwhile.
+        if not stored and self._expiry.get((key, subkey)) == expiry:
             self._expiry[key, subkey] = before
         return stored
 

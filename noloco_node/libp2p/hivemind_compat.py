@@ -182,11 +182,13 @@ class CallRules(NamedTuple):
 
     `code`: makes one of a purpose and parts. `admission`: in a run with an owner, the tickets that callers show and our
     own, which goes along with our calls. `may_send`: whether the caller may read so many bytes of records.
+    `may_hand_over`: whether one more new neighbour may be given the records that it should keep.
     """
 
     code: Callable[..., bytes]
     admission: AdmissionState | None = None
     may_send: Callable[[int], bool] = lambda _: True
+    may_hand_over: Callable[[], bool] = lambda: True
 
 
 def _node_of(rules: CallRules, peer: bytes) -> bytes:
@@ -236,7 +238,8 @@ class DhtNode:
         # Else a stranger could have its records put there, unbounded, and answered with instead of those stored.
         node.protocol.cache.store = node.protocol.cache.store_subkey = lambda *_: False
         self = cls(node, id_of, rules.admission)
-        self.check_ids()
+        self.check_ids(rules.may_hand_over)
+        self.bound_readings(rules.may_send)
         return self
 
     async def join(self, peers: Collection[PeerId], wait_s: float) -> bool:
@@ -255,7 +258,7 @@ class DhtNode:
         return any(answers)
 
     async def _ask_door(self, door: PeerId) -> bool:
-        return await self.ask_time(door, is_door=True)
+        return await self.ask_time(door, door.to_base58(), is_door=True)
 
     @property
     def me(self) -> str:
@@ -271,6 +274,22 @@ class DhtNode:
 
     def replace_store(self, store: StoreSubkey) -> None:
         self.storage.store_subkey = store
+
+    def bound_readings(self, may_send: Callable[[int], bool]) -> None:
+        """Show a caller the records that it may have, by `CallRules`, and none where it asks for nodes.
+
+        hivemind packs what it finds before anybody can refuse: 12 µs a record, for a request of a hundred bytes.
+        """
+        get = self.storage.get
+
+        def shown(key: Any) -> DhtEntry | None:
+            reads = _CALLER_READS.get()
+            found = None if reads is False else get(key)
+            if reads and found and not may_send(sum(len(each.value) for _, each in found.value.items())):
+                raise PermissionError("this caller has read its share of records")
+            return found
+
+        self.storage.get = shown  # type: ignore[method-assign]
 
     def filter_answers(self, keep_good: Callable[[bytes, DhtEntries], None]) -> None:
         """Have what is bad in the answers of others dropped, by place and records.
@@ -288,9 +307,9 @@ class DhtNode:
         """Make us known to a node; say whether it answers."""
         return await self._node.protocol.call_ping(peer_id) is not None
 
-    async def ask_time(self, peer_id: PeerId, *, is_door: bool = False) -> bool:
-        """Ping a node, and note the time of day that it tells; say whether it answers. `is_door`: we join by it."""
-        before = _ASKED_TIME.set(Asked(peer_id.to_base58(), is_door))
+    async def ask_time(self, peer_id: PeerId, voice: str, *, is_door: bool = False) -> bool:
+        """Ping a node, and note the time of day that it tells; say whether it answers. The rest: `Asked`."""
+        before = _ASKED_TIME.set(Asked(voice, is_door))
         try:
             return await self.ping(peer_id)
         finally:
@@ -362,8 +381,11 @@ class DhtNode:
         """Return the peers that are named with the ids of their nodes."""
         return [peer for node_id, peer in named if node_id == self._id_of(peer)]
 
-    def check_ids(self) -> None:
-        """Refuse from now on every peer whose node says another id than the peer's; no refused one is a neighbour."""
+    def check_ids(self, may_hand_over: Callable[[], bool] = lambda: True) -> None:
+        """Refuse from now on every peer whose node says another id than the peer's; no refused one is a neighbour.
+
+        hivemind looks at all that we keep for each new neighbour, and packs what that one should keep: names are free.
+        """
         protocol, enter = self._node.protocol, self._node.protocol.update_routing_table
         met_s: dict[PeerId, float] = {}  # since when each of the latest peers has not been met as a new one
 
@@ -378,7 +400,8 @@ class DhtNode:
                 node_id, responded = None, False  # so hivemind drops it from the table, and gives it no records to keep
             table = protocol.routing_table
             if responded and node_id is not None:
-                if loop_s() - met_s.get(peer_id, -math.inf) < _MET_S:
+                is_met = loop_s() - met_s.get(peer_id, -math.inf) < _MET_S
+                if is_met or (node_id not in table and not may_hand_over()):
                     table.add_or_update_node(node_id, peer_id)  # else hivemind hands it all records again
                 else:
                     met_s.pop(peer_id, None)
@@ -447,14 +470,17 @@ class DhtNode:
 
 
 class Asked(NamedTuple):
-    """A peer that we ask for its time of day. `is_door`: we join by it."""
+    """A peer that we ask for its time of day. `voice`: whose answer its own is. `is_door`: we join by it."""
 
-    peer: str
+    voice: str
     is_door: bool
 
 
 CALLER: ContextVar[str] = ContextVar("caller", default="")
 """The peer whose request is being answered; empty where we act by ourselves."""
+
+_CALLER_READS: ContextVar[bool | None] = ContextVar("caller_reads", default=None)
+"""Whether the peer whose request is being answered asks for records, or for nodes; None where it asks for neither."""
 
 _CALLEE: ContextVar[str] = ContextVar("callee", default="")
 """The peer whose node we ask; empty where hivemind asks by itself."""
@@ -523,8 +549,10 @@ class _Authorizer:
     async def validate_request(self, request: Any) -> bool:
         if not (_has_node_id(request) and hmac.compare_digest(request.auth.signature, self._code_of(request))):
             return False
-        if _is_find(request) and len(request.keys) > 1:
-            return False  # we ask for one key at a time, and an answer costs the holder as much work for each
+        if _is_find(request):
+            _CALLER_READS.set(bool(request.auth.service_public_key))  # each request is answered in a task of its own
+            if len(request.keys) > 1:
+                return False  # we ask for one key at a time, and an answer costs the holder as much work for each
         if type(request).__name__ == "StoreRequest" and not _has_few_records(request):
             return False
         if type(request).__name__ == "PingRequest":
@@ -555,14 +583,9 @@ class _Authorizer:
         reads = request.auth.service_public_key
         for result in response.results:
             result.ClearField("nearest_node_ids")
-            if not reads:
-                result.ClearField("value")
-                result.ClearField("type")
-                continue
-            result.ClearField("nearest_peer_ids")
+            if reads:
+                result.ClearField("nearest_peer_ids")
             if result.value:
-                if not self._rules.may_send(len(result.value)):
-                    raise PermissionError("this caller has read its share of records")
                 result.value = shortened(result.value, request.auth.nonce, reads[len(_READS) :])
 
     async def validate_response(self, response: Any, request: Any) -> bool:
@@ -570,7 +593,7 @@ class _Authorizer:
         if not (_has_node_id(response) and self._is_member(response.auth.service_access_token.signature)):
             return False
         if (asked := _ASKED_TIME.get()) is not None and type(response).__name__ == "PingResponse":
-            CLOCK.note(asked.peer, response.dht_time, is_door=asked.is_door)
+            CLOCK.note(asked.voice, response.dht_time, is_door=asked.is_door)
         if _is_find(request) and len(response.results) != len(request.keys):
             return False  # each result would be decompressed, to a thousand times its bytes
         for result in response.results if _is_find(request) else ():

@@ -15,10 +15,10 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -52,12 +52,14 @@ from noloco_node.libp2p.relays import Grant, granted
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret, ensure_identity
 from noloco_node.libp2p.stream import Stream
 from noloco_node.libp2p.switchboard import Switchboard
+from noloco_node.network.bans import public_prefix
 from noloco_node.network.interface import Handler
 from noloco_node.network.schema import Schema
 from noloco_node.network.swarm_clock import CLOCK, LEAST_TOLD
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _ATTEMPTS = 3
 REJOIN_S = 15.0  # between two looks at who is connected
 _GREETED = 4  # at one look
@@ -423,9 +425,11 @@ class JoinedDaemon:
                     await self._greet(_some(strangers, look, _GREETED))
                     if look % _TIME_EVERY == 1:
                         # Of all: a peer that keeps out of our routing table, as strangers do, has no more voices.
-                        for each in _some(present, look // _TIME_EVERY, LEAST_TOLD if look == 1 else 1):
+                        most = LEAST_TOLD if look == 1 else 1
+                        for voice, each in _some(voices(present, door_peers), look // _TIME_EVERY, most):
+                            is_door = each.peer in door_peers
                             with contextlib.suppress(ConnectionError):
-                                await self.records.ask_time(self._id_of(each), is_door=each.peer in door_peers)
+                                await self.records.ask_time(self._id_of(each), voice, is_door=is_door)
                     here = {self.peer_id, *(each.peer for each in present)}
                     away = [each for each in met.beside(doors) if each.peer not in here]
                     await self._greet(await self.control.knock(_some(away, look, 1), self._timeouts.reach_s))
@@ -485,7 +489,21 @@ class JoinedDaemon:
             )
 
 
-def _some(peers: Sequence[PeerAddress], look: int, most: int) -> Sequence[PeerAddress]:
+def voices(peers: Iterable[PeerAddress], doors: Collection[str]) -> list[tuple[str, PeerAddress]]:
+    """Return one peer of each public address prefix, and of those that come through relays, by that: names are free.
+
+    `doors`, and those that show no public address, as of one household, stand for themselves.
+    """
+
+    def voice(each: PeerAddress) -> str:
+        if each.peer in doors:
+            return each.peer
+        return _CIRCUIT if _CIRCUIT in each.transport else public_prefix(each.transport) or each.peer
+
+    return sorted({voice(each): each for each in peers}.items())
+
+
+def _some(peers: Sequence[T], look: int, most: int) -> Sequence[T]:
     """Return at most so many peers, others at each look."""
     at = look * most % len(peers) if peers else 0
     return [*peers[at:], *peers[:at]][:most]

@@ -206,6 +206,11 @@ class BoundedStorage:
         self._sizes: dict[Any, int] = {}  # by key, in bytes
         self._keys: Any = type(storage)()  # by peer, the keys under which it has a record here
 
+    @property
+    def size_bytes(self) -> int:
+        """All that is kept, with what Python adds to each record, at most."""
+        return sum(size for key, size in self._sizes.items() if key in self._storage)
+
     def store(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
         """Store a record if there is room for it; says whether it was stored, as hivemind's `store_subkey` does."""
         kept: Any = getattr(self._storage.get(key), "value", {})

@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 _MOST_OFFENDERS = 1024
 _MOST_STREAMS = 4
 """Open streams, our own and those that only linger included, to one conversation that may be answered: of all peers
-together, and of each."""
+together, of each, and of each public address prefix.
+"""
 
 
 class LivenessTable:
@@ -127,6 +128,8 @@ class Switchboard:
         self._traffic: dict[str, ByteCounts] = {}
         self._answering: Counter[str] = Counter()
         self._by_prefix: Counter[str] = Counter()
+        self._open_by_prefix: Counter[str] = Counter()
+        """The streams from each prefix that are open, answered or not; of none for what shows no public address."""
         self._counts: Counter[str] = Counter()
         self._violations: Counter[str] = Counter()
 
@@ -183,19 +186,23 @@ class Switchboard:
         if not self._answers or topic not in self._topics:
             raise ConnectionResetError(f"nobody serves {topic} here")
         is_crowded = len(self._streams) >= _MOST_STREAMS * self._capacity.conversations
-        if is_crowded or self._liveness.streams(peer) >= _MOST_STREAMS * self._capacity.per_peer:
+        is_crowded |= self._liveness.streams(peer) >= _MOST_STREAMS * self._capacity.per_peer
+        prefix = public_prefix(origin)
+        if is_crowded or self._open_by_prefix[prefix] >= _MOST_STREAMS * self._capacity.per_prefix:
             raise ConnectionResetError("too many streams linger here")
         schema, handler = self._topics[topic]
         protocol, traffic = self._protocol(peer, schema), self._topic_traffic(topic)
         stream = Stream(transport, protocol, traffic, self.lost, self._receive_budget.hold, origin)
         self._streams[stream] = None
+        if prefix:
+            self._open_by_prefix[prefix] += 1
         if self._answering.total() >= self._capacity.conversations:
             self._counts["conversations.busy"] += 1
             stream.fail(f"busy with {self._capacity.conversations} conversations")
         elif self._answering[peer] >= self._capacity.per_peer:
             self._counts["conversations.busy"] += 1
             stream.fail(f"busy with {self._capacity.per_peer} conversations of yours")
-        elif (prefix := public_prefix(origin)) and self._by_prefix[prefix] >= self._capacity.per_prefix:
+        elif prefix and self._by_prefix[prefix] >= self._capacity.per_prefix:
             self._counts["conversations.busy"] += 1
             stream.fail(f"busy with {self._capacity.per_prefix} conversations from {prefix}")
         else:
@@ -213,12 +220,14 @@ class Switchboard:
             return
         task = self._streams.pop(stream)
         self._liveness.end(stream.peer)
+        _count_down(self._open_by_prefix, public_prefix(stream.origin))
         if error is not None:
             self._counts[f"lost.{type(error).__name__}"] += 1
-        if isinstance(error, Violation):
-            logger.warning("%s violated the protocol: %s", stream.peer, error)
-            if stream.peer in self._violations or len(self._violations) < _MOST_OFFENDERS:
-                self._violations[stream.peer] += 1
+        is_listed = stream.peer in self._violations or len(self._violations) < _MOST_OFFENDERS
+        if isinstance(error, Violation) and is_listed:
+            self._violations[stream.peer] += 1
+            if self._violations[stream.peer].bit_count() == 1:  # at each doubling, or anybody could fill the log
+                logger.warning("%s violated the protocol: %s", stream.peer, error)
         if task is not None and stream.wants_handler:
             stop_handler(task.cancel, type(error))
 
@@ -239,7 +248,12 @@ class Switchboard:
         stream.discard()
         if not (task.cancelled() or task.result()):
             self._counts["conversations.failed"] += 1
-        for counts, who in ((self._answering, peer), (self._by_prefix, prefix)):
-            counts[who] -= 1
-            if not counts[who]:
-                del counts[who]
+        _count_down(self._answering, peer)
+        _count_down(self._by_prefix, prefix)
+
+
+def _count_down(counts: Counter[str], who: str) -> None:
+    """Count one less; what has none is forgotten."""
+    counts[who] -= 1
+    if counts[who] <= 0:
+        del counts[who]

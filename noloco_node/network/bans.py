@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
+from functools import lru_cache
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from itertools import islice
 from typing import NamedTuple
@@ -163,6 +164,7 @@ def address_prefix(origin: str) -> IPv4Network | IPv6Network | None:
     return ip_network(f"{host}/{24 if host.version == 4 else 48}", strict=False)
 
 
+@lru_cache(maxsize=4096)
 def public_prefix(origin: str) -> str:
     """Return `address_prefix` as text; empty where it says nothing of who comes, as within one household."""
     place = address_prefix(origin)

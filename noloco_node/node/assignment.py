@@ -19,6 +19,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass
+from math import isinf
 from typing import Any, NamedTuple, TypeAlias
 
 from msgspec import structs
@@ -274,7 +275,8 @@ class Assignment:
         until_s = loop_s() + linger_s
         self._announce(PeerState.FINISHED)
         reporter.record(events.StateChanged(state=PeerState.FINISHED))
-        reporter.say(f"finished; serving the weights for {linger_s:.0f} s, Ctrl-C leaves now")
+        until = "until we leave" if isinf(linger_s) else f"for {linger_s:.0f} s, Ctrl-C leaves now"
+        reporter.say(f"finished; serving the weights {until}")
         if self._evaluator is not None and not self.replica.starting_weights.doubtful:
             await until_event(leave, self._evaluator.at_the_end(*self._place()))
             self._announce(PeerState.FINISHED)

@@ -44,7 +44,7 @@ from noloco_node.swarm.roster import PeerRecord, speed
 from noloco_node.tasks import loop_s
 from pipeline.activation_codec import ids_of
 from pipeline.admission_window import MOST_IN_FLIGHT, AdmissionWindow, WindowOutcome
-from pipeline.inner_step import OptimiserState, Progress, Schedule, advance, begin, learning_rate
+from pipeline.inner_step import OptimiserState, Progress, advance, begin, learning_rate
 from pipeline.messages import ACTIVATION_CODECS
 from pipeline.next_stage import NextStage, NextStageClient, Wanted
 from pipeline.spot_checks import CheckSettings, SpotChecks
@@ -59,13 +59,6 @@ IDLE_S = 5.0  # shorter waits are not reported
 USUAL_OF = 16  # inner steps whose median duration is usual
 LATE_STEPS = 5.0  # an inner step that takes so many times as long as usual is late: it has no speed any more
 CAUSES = {Wanted.REPLICA: WaitCause.REPLICA, Wanted.ROOM: WaitCause.ROOM, Wanted.ANSWER: WaitCause.ANSWER}
-
-
-def rate_schedule(run: RunConfig) -> Schedule:
-    plan = run.inner
-    return Schedule(
-        peak=plan.learning_rate, steps=plan.steps, warmup_steps=plan.warmup_steps, final_fraction=plan.final_fraction
-    )
 
 
 def round_timeouts(run: RunConfig, options: NodeOptions, weight_bytes: int) -> RoundTimeouts:
@@ -104,7 +97,6 @@ class Replica:
         watched = WatchedDevice(device)
         self._run = watched.run
         self.device_lost = watched.lost  # set when the device is lost, to the reason
-        self._schedule = rate_schedule(run)
         turns = SendTurns(pipeline.replicas)
         client = self._client = MicrobatchClient(context, stage, turns)
         ways = NextStageClient(
@@ -130,7 +122,7 @@ class Replica:
         self._partners = Partners(context.me, stage, lambda: context.membership.roster)
         weight_bytes = sum(tensor.nbytes for tensor in origin.state.slow)
         self.rounds = Rounds(context.me, run.outer, origin, self, self._round_context(weight_bytes))
-        self.starting_weights = StartingWeights(starting_state, self.rounds)
+        self.starting_weights = StartingWeights(starting_state, self.rounds, run.outer.staleness_at_most)
         self._line_s = context.host.line_s(stage)
         self._loss: float | None = None
         self._gap: float | None = None
@@ -167,7 +159,7 @@ class Replica:
     async def _step(self, outcomes: tuple[WindowOutcome, ...], in_pause: Callable[[], Awaitable[None]]) -> None:
         async with self.rounds.weights.fast.moving():
             self.progress = advance(self.progress, [outcome.progress for outcome in outcomes], loop_s())
-            rate = learning_rate(self.progress.value, self._schedule)
+            rate = learning_rate(self.progress.value, self._context.run.inner)
             # Gradients are those of sums: a microbatch counts by its tokens that are learnt.
             learnt = max(1, sum(outcome.tokens for outcome in outcomes))
             report = await self._run(self._model.step, rate, learnt / self._context.run.pipeline.microbatch_tokens)
@@ -185,9 +177,10 @@ class Replica:
         losses = [loss for loss, _ in known_losses]
         self._loss = fmean(losses, [count for _, count in known_losses]) if losses else None
         others = (record for records in self._context.membership.roster.stages for record in records)
-        # A generator: once the weights have been judged nobody reads it, and a roster may be long.
+        # Generators: once the weights have been judged nobody reads them, and a roster may be long.
         known = (record.loss for record in others if record.peer != self.peer and record.loss is not None)
-        if (failed := self.starting_weights.failed(losses, known)) is not None:
+        rounds = (candidate.round for candidate in self._partners())
+        if (failed := self.starting_weights.failed(losses, known, rounds)) is not None:
             ours, usual = failed
             disowned = events.Disowned(stage=self.stage, round=self.rounds.finished, loss=ours, usual=usual)
             self._context.reporter.record(disowned)

@@ -29,7 +29,7 @@ COUNTERS = {
     "bytes": ("Bytes by direction and purpose.", "direction", "kind"),
     "device_busy_seconds": ("Seconds for which the device worked.",),
     "device_energy_joules": ("Taken by the device, where it tells; others' work included.",),
-    "waiting_seconds": ("Seconds of waiting that are over, by what for.", "reason"),
+    "waiting_seconds": ("Seconds of waiting, by what for.", "reason"),
     "refusals": ("Microbatches refused, by whom (here, there) and why.", "side", "reason"),
     "losses": ("Calls, exchanges and replies that broke off.", "kind"),
     "violations": ("What peers sent and no peer may send.",),
@@ -60,6 +60,7 @@ GAUGES = {
     "replicas_training": ("Peers that train at a stage.", "stage"),
     "stage_busy_ratio": ("Share of time for which devices of a stage work.", "stage"),
 }
+HISTOGRAMS = {"round_seconds": "Exchange of a round.", "inner_step_seconds": "From one inner step to the next."}
 LATER = ("loss_nats", "held_out_loss_nats", "gap_ratio")
 """Gauges that are absent until their first value: a step from 0 to the first loss would set off an alarm."""
 OF_STAGES = ("replicas", "replicas_error_ratio", "replicas_training", "stage_busy_ratio")
@@ -85,9 +86,8 @@ class NodeMetrics:
             name: Gauge(f"noloco_{name}", text, labels, registry=None if name in LATER else registry)
             for name, (text, *labels) in GAUGES.items()
         }
-        self._round_s = Histogram("noloco_round_seconds", "Exchange of a round.", buckets=SECONDS, registry=registry)
-        self._step_s = Histogram(
-            "noloco_inner_step_seconds", "From one inner step to the next.", buckets=SECONDS, registry=registry
+        self._round_s, self._step_s = (
+            Histogram(f"noloco_{name}", text, buckets=SECONDS, registry=registry) for name, text in HISTOGRAMS.items()
         )
         self._set("stage", -1)
 
@@ -102,7 +102,9 @@ class NodeMetrics:
             self.registry.register(gauge)
         (gauge.labels(*labels) if labels else gauge).set(value)
 
-    def text(self) -> bytes:
+    def text(self, now: float) -> bytes:
+        """Return what a scrape is answered; `now`: unix seconds."""
+        self._count_wait(now)  # an alarm of long waits hears of one while it lasts
         return generate_latest(self.registry)
 
     def take(self, event: events.Event, now: float) -> None:
@@ -163,10 +165,14 @@ class NodeMetrics:
                 # The next session has a network of its own.
                 self._totals = {each: total for each, total in self._totals.items() if not each[0].startswith("bytes")}
 
-    def _note_wait(self, wait: Wait | None, now: float) -> None:
+    def _count_wait(self, now: float) -> None:
         if self._waits is not None:
             reason, since = self._waits
             self._count("waiting_seconds", reason, by=max(0.0, now - since))
+            self._waits = reason, now
+
+    def _note_wait(self, wait: Wait | None, now: float) -> None:
+        self._count_wait(now)
         self._waits = None if wait is None else (str(CAUSES.get(wait.cause, "other")), now)
         self._set("waiting", wait is not None)
 

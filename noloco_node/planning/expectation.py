@@ -18,6 +18,7 @@ from noloco_node.planning.search import CLEARLY, Planned, in_fewer_stages, in_su
 from noloco_node.run.config import RunConfig
 from noloco_node.units import format_bytes, format_count, format_duration, format_rate, format_roughly
 from pipeline.admission_window import MOST_IN_FLIGHT
+from pipeline.inner_step import MomentForm
 
 TOKENS_A_PARAMETER = 20
 EVALUATIONS = 100  # of a run on held-out text
@@ -173,7 +174,8 @@ def _alone(planned: Planned, machines: throughput.Machines) -> list[str]:
     return [said]
 
 
-_FORMS = {"float32": "float32", "int8": "8-bit codes"}  # what the forms of a stage's state are called
+_FORMS: dict[MomentForm, str] = {"float32": "float32", "int8": "8-bit codes"}
+"""What the forms of a stage's state are called."""
 
 
 def _other_form(planned: Planned, machines: throughput.Machines) -> str:

@@ -23,7 +23,6 @@ from pipeline.adapters.frozen_weights import Form
 from pipeline.adapters.lora import Adapter
 from pipeline.decoder_slice import Cut, NotSliceableError, Subspace
 from pipeline.forward_pass import Slice, StageSettings
-from pipeline.inner_step import Inner
 from pipeline.messages import check_width
 from pipeline.model_config import Prepared, family_config, prepare
 from pipeline.stage import Stage
@@ -235,19 +234,12 @@ def with_optimiser(run: RunConfig, part: Slice, number: int, settings: StageSett
 
     return Stage(
         part,
-        inner_optimiser(run),
+        run.inner,
         settings._replace(autocast=autocast_dtype(settings.device, run.precision)),
         first=number == 0,
         last=run.pipeline.is_last(number),
         codec=run.pipeline.codec,
     )
-
-
-def inner_optimiser(run: RunConfig) -> Inner:
-    """Return the constants of a stage's inner optimiser. It steps by Nesterov's momentum (research/results.md)."""
-    own = run.inner
-    constants = (own.beta1, own.beta2, own.epsilon, own.weight_decay, own.clip_norm, own.state)
-    return Inner(*constants, nesterov=True, orthogonal=own.orthogonal)
 
 
 def hub_directory(model: ModelConfig) -> Path | None:

@@ -21,6 +21,7 @@ from noloco_node.planning.plan import LEAST_ROUNDS, LEAST_STEPS, Memory
 from noloco_node.planning.throughput import Machines, Throughput, fits, forecast, gpu_memories, missing
 from noloco_node.run.config import MOST_MICROBATCHES, PipelineConfig, RunConfig
 from noloco_node.units import format_bytes
+from pipeline.inner_step import MomentForm
 from pipeline.messages import ACTIVATION_CODECS, check_width
 
 MOST_TOKENS = 2**20  # of an inner step of all peers together: the paper trains on half of that to twice
@@ -31,7 +32,7 @@ STALE = 1.1
 (research/results.md, "Two windows")."""
 CLEARLY = 1.1  # what 8-bit codes must bring in tokens a second to take the place of float32
 _FORMS = ("bfloat16", "int8", "nf4")  # of a frozen model, from the most bits to the fewest
-_LEAST_BYTES = {"float32": 16, "int8": 5}
+_LEAST_BYTES: dict[MomentForm, int] = {"float32": 16, "int8": 5}
 """A parameter takes on a device, by the form of the state: weights, gradients and moments that cannot lie beside it."""
 _AMPLE = 1e15  # bytes of memory in which every stage fits
 _STAGE_COUNTS = 2  # numbers of stages that are tried of those that fit: with more, only bytes and ways grow
@@ -81,9 +82,9 @@ def plan_in_any_form(run: RunConfig, machines: Machines) -> Planned:
     return best
 
 
-def plan_in(state: str, run: RunConfig, machines: Machines) -> Planned | None:
+def plan_in(state: MomentForm, run: RunConfig, machines: Machines) -> Planned | None:
     """Return the best plan whose stages keep their state in this form; None where nothing fits."""
-    run = structs.replace(run, inner=structs.replace(run.inner, state=state))
+    run = structs.replace(run, inner=replace(run.inner, state=state))
     found: list[Planned] = []
     for base in _bases(run, machines):
         if found and base.pipeline.replicas == found[-1].run.pipeline.replicas:
@@ -222,13 +223,13 @@ def _with_rounds(planned: Planned, before: RunConfig) -> RunConfig:
     warmup = min(steps - 1, round(before.inner.warmup_steps * steps / before.inner.steps))
     return structs.replace(
         run,
-        inner=structs.replace(run.inner, steps=steps, warmup_steps=warmup),
+        inner=replace(run.inner, steps=steps, warmup_steps=warmup),
         outer=replace(outer, inner_steps_per_round=early, late_inner_steps_per_round=late),
     )
 
 
 def _nothing_fits(run: RunConfig, machines: Machines) -> UserError:
-    run = structs.replace(run, inner=structs.replace(run.inner, state="int8"))
+    run = structs.replace(run, inner=replace(run.inner, state="int8"))
     base = _bases(run, machines)[-1]
     layout = model_layout(base)
     choices = (choice for flow in _flows(base, base) for choice in _codecs(flow, layout.width))

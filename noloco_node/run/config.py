@@ -1,7 +1,7 @@
 """The fields of a run file: types, bounds and defaults. All peers of a run hold the same ones.
 
-`gossip.settings` declares the section `outer`. What several packages ask of a field is a property or method here.
-`noloco_node.run.runfile` reads and validates a run file, and computes its digest.
+`gossip.settings` declares the section `outer`, `pipeline.inner_step` the section `inner`. What several packages ask of
+a field is a property or method here. `noloco_node.run.runfile` reads and validates a run file, and computes its digest.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from gossip.settings import OuterConfig
 from noloco_node.errors import config_error
 from noloco_node.run.fields import short
 from noloco_node.storage.weight_store import WeightFile
-from noloco_node.units import Fraction, format_bytes
+from noloco_node.units import format_bytes
 from pipeline.admission_window import MOST_IN_FLIGHT
+from pipeline.inner_step import InnerConfig
 
 MOST_SLOWDOWN = 1000.0
 MOST_MICROBATCHES = 4096  # of a window
@@ -342,30 +343,6 @@ def _kind_and_place(source: str) -> tuple[str, str]:
     if plain.endswith((".json", ".jsonl", ".ndjson")):
         return "json", source
     return "parquet" if plain.endswith(".parquet") else "text", source
-
-
-Forgetting = Annotated[float, Meta(ge=0.0, lt=1.0)]  # Adam forgets at the rate 1 - beta
-
-
-class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """AdamW by Nesterov's momentum inside a replica, between two rounds, and its schedule over the run's progress."""
-
-    steps: Annotated[int, Meta(ge=1, le=10**9)] = 25_000
-    """Inner steps that each planned source takes: with the batch and the planned replicas, the run's token budget."""
-    learning_rate: Annotated[float, Meta(ge=1e-12, le=100.0)] = 6e-4
-    warmup_steps: int = 1000
-    final_fraction: Fraction = 0.1
-    beta1: Forgetting = 0.9
-    beta2: Forgetting = 0.999
-    epsilon: Annotated[float, Meta(ge=1e-30, le=1.0)] = 1e-8
-    weight_decay: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
-    clip_norm: Annotated[float, Meta(ge=1e-12, le=1e12)] = 1.0
-    state: Literal["float32", "int8"] = "float32"
-    """What the optimiser keeps: "float32", or "int8" (moments as 8-bit codes; on a device that computes in bfloat16
-    weights as bfloat16 with an 8-bit correction: half the memory)."""
-    orthogonal: bool = False
-    """Whether matrices of the layers step by the orthogonal matrix that is nearest to AdamW's step, as Muon takes that
-    of a mean gradient: less loss for the same tokens, and more work for each step."""
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,7 +1,7 @@
 """The declared fields of a run file or a scenario: reading them, their bounds, and messages about what does not fit.
 
-A section is a msgspec struct, or a dataclass where `gossip` declares it, which knows no msgspec. Bounds stand in the
-type of a field, as `msgspec.Meta` or, in a dataclass, as a pair (least, most).
+A section is a msgspec struct, or a dataclass where `gossip` or `pipeline` declares it, which know no msgspec. Bounds
+stand in the type of a field, as `msgspec.Meta` or, in a dataclass, as (least, most) or (least, None, below).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def out_of_bounds(value: Any, kind: Any, field: str = "") -> Iterator[Problem]:
                 yield from out_of_bounds(value[each.name], each.type, f"{field}.{each.name}".lstrip("."))
     elif get_origin(kind) is Annotated and isinstance(value, int | float) and not isinstance(value, bool):
         said = kind.__metadata__[0]
-        low, high, limit = (said.ge, said.le, said.lt) if isinstance(said, msgspec.Meta) else (*said, None)
+        low, high, limit = (said.ge, said.le, said.lt) if isinstance(said, msgspec.Meta) else (*said, None)[:3]
         yield from within(field, value, low, high if limit is None else limit, below=limit is not None)
     elif get_origin(kind) is tuple and isinstance(value, list | tuple):
         for number, item in enumerate(value):

@@ -267,11 +267,13 @@ class StartingWeights:
     """The weights that a replica began with, judged by its first microbatches.
 
     Those of a donor are disowned: the rounds go on from a partner's. A snapshot that revived the stage has no partner:
-    `failed_snapshot` is set, and the replica gives the stage up.
+    `failed_snapshot` is set, and the replica gives the stage up. Weights that nobody gave us are judged as a donor's
+    once the stage is out of their reach, if they have met nobody's by then: we began while we were cut off.
     """
 
-    def __init__(self, starting_state: StartingState, rounds: Rounds) -> None:
-        self._trial, self._rounds = starting_state.trial, rounds
+    def __init__(self, starting_state: StartingState, rounds: Rounds, staleness_at_most: int) -> None:
+        self._trial, self._rounds, self._staleness_at_most = starting_state.trial, rounds, staleness_at_most
+        self._unmet = not starting_state.given  # whether our weights are our own, and have met nobody's
         self._loss = StartingLoss(judges=starting_state.given, trial=self._trial)
         self.failed_snapshot: asyncio.Future[tuple[SnapshotTrial, float]] = asyncio.get_running_loop().create_future()
         """The snapshot that we began with, and what it loses: once that is far too much."""
@@ -287,11 +289,17 @@ class StartingWeights:
         """Whether our weights are a snapshot that has not been found to be worth anything."""
         return self._trial is not None and (not self.judged or self.failed_snapshot.done())
 
-    def failed(self, losses: Sequence[float], known: Iterable[float]) -> tuple[float, float] | None:
+    def failed(
+        self, losses: Sequence[float], known: Iterable[float], rounds: Iterable[int]
+    ) -> tuple[float, float] | None:
         """Judge by the losses of a window, beside those `known` of others; return ours and theirs if ours is far more.
 
-        Then the weights are disowned, or `failed_snapshot` is set.
+        Then the weights are disowned, or `failed_snapshot` is set. `rounds`: of the others of our stage.
         """
+        self._unmet = self._unmet and self._rounds.slow_age.last_met == 0
+        if self._unmet and (others := list(rounds)):
+            self._unmet = is_recent_enough(self._rounds.finished, others, self._staleness_at_most)
+            self._loss = self._loss if self._unmet else StartingLoss(judges=True)
         waited, self._disowned = self._disowned, self._rounds.disowned
         if waited or self._disowned:
             return None  # this window began with weights that have been replaced since, or will be

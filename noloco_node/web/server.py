@@ -23,6 +23,7 @@ from typing import NamedTuple, cast
 import msgspec
 from aiohttp import web
 
+from noloco_node.network.swarm_clock import CLOCK
 from noloco_node.observe.metrics import NodeMetrics
 from noloco_node.observe.page_frame import page_frame
 from noloco_node.observe.playback import KEYS, PlaybackState
@@ -152,7 +153,7 @@ async def metrics_served(place: ServedPlace | None, run_id: str) -> AsyncIterato
         if request.method != "GET":
             raise web.HTTPMethodNotAllowed(request.method, ["GET"])
         response = web.Response(
-            body=metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+            body=metrics.text(CLOCK.unix_s()), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         )
         response.force_close()
         return await _send(request, response)

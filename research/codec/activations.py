@@ -44,12 +44,13 @@ import torch
 from torch import Tensor
 
 from noloco_node.planning.model_layout import make_stage, model_layout
-from noloco_node.run.config import InnerConfig, ModelConfig, PipelineConfig, RunConfig
+from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
 from pipeline.activation_codec import decode, encode, seed_of
 from pipeline.forward_pass import PendingForward
-from pipeline.inner_step import Schedule, learning_rate
+from pipeline.inner_step import InnerConfig, learning_rate
 from pipeline.messages import ACTIVATION_CODECS
 from pipeline.stage import Stage
+from research.laboratory.experiments.task import PublishedAdamW
 
 SCORED = 32
 """Sequences of held-out text that are computed at once."""
@@ -207,6 +208,7 @@ def windows(text: Tensor, count: int, length: int, source: torch.Generator) -> T
 
 def train(size: Size, text: Text, seed: int, arm: Arm, count: int) -> tuple[float, int]:
     """Train a model in so many stages; return its loss on held-out text, nats a byte, and its parameters."""
+    steps = round(size.steps * arm.times)
     run = RunConfig(
         seed=seed,
         model=ModelConfig(
@@ -230,18 +232,20 @@ def train(size: Size, text: Text, seed: int, arm: Arm, count: int) -> tuple[floa
             codec="float32",
             subspace=arm.subspace,
         ),
-        inner=InnerConfig(
-            beta1=arm.beta1, beta2=0.99, state="int8" if arm.coded else "float32", orthogonal=arm.orthogonal
+        inner=(InnerConfig if arm.nesterov else PublishedAdamW)(
+            steps=steps,
+            learning_rate=arm.rate * size.learning_rate,
+            warmup_steps=steps // 10,
+            beta1=arm.beta1,
+            beta2=0.99,
+            state="int8" if arm.coded else "float32",
+            orthogonal=arm.orthogonal,
         ),
     )
     layout = model_layout(run)
     stages = [make_stage(run, layout, number, torch.device("cpu")) for number in range(count)]
-    for stage in stages:
-        stage._adamw._inner = stage._adamw._inner._replace(nesterov=arm.nesterov)
     embedding, *others = stages[0].weights()
     stages[0].set_weights([arm.embedding * embedding, *others])
-    steps = round(size.steps * arm.times)
-    schedule = Schedule(peak=arm.rate * size.learning_rate, steps=steps, warmup_steps=steps // 10, final_fraction=0.1)
     source = torch.Generator().manual_seed(seed)
     ways: list[_Way] = []
     for step in range(steps):
@@ -254,7 +258,7 @@ def train(size: Size, text: Text, seed: int, arm: Arm, count: int) -> tuple[floa
             for each in sums if arm.summed > 1 else ():
                 each.take()
         for stage in stages:
-            stage.step(learning_rate(step / steps, schedule), arm.summed)
+            stage.step(learning_rate(step / steps, run.inner), arm.summed)
     return _held_out_loss(stages, text.held_out, size.sequence), sum(
         tensor.numel() for stage in stages for tensor in stage.weights()
     )

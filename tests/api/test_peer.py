@@ -1,5 +1,6 @@
 """`noloco_node.join`: a node in this process trains a model of its own, and says what goes wrong, over real daemons."""
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -28,7 +29,8 @@ NOBODY = f"{SCHEME}{64 * '0'}@/ip4/127.0.0.1/tcp/9/p2p/12D3KooWPF6C68sQVQGmwSo17
 
 
 @pytest.mark.network
-def test_a_node_in_this_process_trains_to_the_end_of_the_run(tmp_path: Path) -> None:
+def test_a_node_in_this_process_trains_to_the_end_of_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "noloco_node")
     with Commands() as commands:
         model = {"architecture": "llama", "sizes": LLAMA}
         one = {"pipeline": {"stages": 1, "microbatches_per_step": 2}}
@@ -44,6 +46,7 @@ def test_a_node_in_this_process_trains_to_the_end_of_the_run(tmp_path: Path) -> 
             assert peer.state == "finished"
             said = noloco_node.export(invite, tmp_path / "model", home=tmp_path)
         assert "AutoModelForCausalLM" in said
+        assert "finished; serving the weights until we leave" in caplog.text
         assert peer.state == "left"
         peer.leave()
         events = list(read(home / "journal.jsonl"))

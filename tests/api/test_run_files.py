@@ -19,10 +19,11 @@ from noloco_node.api.training_thread import IterationClock
 from noloco_node.errors import Exit, UserError
 from noloco_node.planning.foreign_layout import ForeignWeights, foreign_layout
 from noloco_node.planning.model_layout import model_layout
-from noloco_node.run.config import InnerConfig, RunConfig
+from noloco_node.run.config import RunConfig
 from noloco_node.run.fields import fields_of
 from noloco_node.run.runfile import load_run
 from noloco_node.storage.weight_store import WeightStore
+from pipeline.inner_step import InnerConfig
 
 IN_ITSELF: list[Any] = []
 IN_ITSELF.append(IN_ITSELF)

@@ -324,6 +324,19 @@ def test_a_line_that_is_too_long_is_left_out_and_never_held_whole(
         assert row.where == f"rows:{number}"
 
 
+def test_rows_in_another_encoding_than_utf_8_are_told_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    data = DataConfig(source="json", path=str(path))
+    for rows, kind in (
+        ('{"text": "Öl"}\n', "is not text in UTF-8 and is left out"),
+        ('[{"text": "Öl"}]', "is not text in UTF-8 and is left out with all that follows"),
+    ):
+        path.write_bytes(rows.encode("latin-1"))
+        (bad,) = JsonShard("rows", path, data)
+        assert isinstance(bad, BadRow)
+        assert bad.kind == kind
+
+
 SCALAR = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
 
 
@@ -334,6 +347,7 @@ SCALAR = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_s
     chunk=st.integers(1, 30),
     most=st.sampled_from([30, 10**6]),
     kept=st.floats(0.0, 1.0) | st.just(1.0),
+    before=st.sampled_from(["", "\ufeff", "\n" * 100, "\ufeff" + " \t\r\n" * 3000]),
     behind=st.sampled_from(["", "\r\n", "[1]", ","]),
     read=st.integers(0, 12),
 )
@@ -345,13 +359,14 @@ def test_an_array_is_read_in_pieces_and_what_is_whole_of_it_is_used(
     chunk: int,
     most: int,
     kept: float,
+    before: str,
     behind: str,
     read: int,
 ) -> None:
     path = tmp_path_factory.mktemp("array") / "rows.json"
     content = json.dumps(rows, indent=indent, ensure_ascii=ascii_only).encode(errors="replace")
     torn = content[: max(1, int(kept * len(content)))] + (behind.encode() if kept == 1.0 else b"")
-    path.write_bytes(torn)
+    path.write_bytes(before.encode() + torn)
     data = DataConfig(source="json", path=str(path))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_rows, "READ_CHARACTERS", chunk)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -87,7 +88,7 @@ def test_what_is_judged_is_what_a_node_on_that_device_takes(
 ) -> None:
     """A GPU without bfloat16 holds float32 beside its copies in float16; one of Apple computes in main memory."""
     run = decode_run(run_text("tiny"), "the preset")
-    run = structs.replace(run, inner=structs.replace(run.inner, state="int8"))
+    run = structs.replace(run, inner=replace(run.inner, state="int8"))
     layout = model_layout(run)
     monkeypatch.setattr(device, "choose_device", lambda _: torch.device(place))
     monkeypatch.setattr(device, "autocast_dtype", lambda *_: half)

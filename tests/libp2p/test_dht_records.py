@@ -4,7 +4,7 @@ import asyncio
 import struct
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ from noloco_node.libp2p.record_checks import (
     place_of,
     read_signer,
 )
-from noloco_node.libp2p.settings import NetworkSettings, ensure_identity, peer_bytes
+from noloco_node.libp2p.settings import NetworkSettings, RunSecret, ensure_identity, peer_bytes
 
 KEY = "run/stage/0"
 PLACE = place_of(KEY)
@@ -53,6 +53,13 @@ class Identity:
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Identity, Identity]:
     home = tmp_path_factory.mktemp("identities")
     return Identity(home / "one"), Identity(home / "other")
+
+
+@pytest.fixture(scope="module")
+def one_s_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("identity") / "one"
+    ensure_identity(path)
+    return path
 
 
 @given(st.binary(max_size=300), st.integers(0), st.integers(1, 255))
@@ -112,6 +119,38 @@ def test_a_record_that_may_not_be_looked_at_counts_as_none_however_well_it_is_kn
     assert [signatures.validate(record) for _ in range(6)] == [True] * 3 + [False] * 3
     assert not Signatures(may_look=lambda: False).validate(SimpleNamespace(**vars(record) | {"key": b"another"}))
     assert len(record_checks._known) == verdicts, "nothing has driven a verdict out"
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=6), st.data())
+async def test_a_version_that_is_refused_late_takes_nothing_from_a_later_one(
+    one_s_file: Path, versions: list[tuple[int, bool]], data: st.DataObject
+) -> None:
+    """Publications of one record may overlap: what others have taken is what counts."""
+
+    async def bounded(call: Coroutine[Any, Any, bool], wait_s: float) -> bool:
+        return await call
+
+    control: Any = SimpleNamespace(bounded=bounded)
+    records = dht_records.DhtRecords(control, one_s_file, RunSecret("run"), NetworkSettings(run="run"))
+    answers, taken = list[asyncio.Future[bool]](), [0.0]
+
+    async def store(place: bytes, subkey: str, packed: bytes, expiry: float) -> bool:
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        answers.append(answer)
+        took = await answer
+        if took:
+            taken.append(expiry)
+        return took
+
+    records._store = store  # type: ignore[method-assign]
+    async with asyncio.TaskGroup() as group:
+        for minutes, _ in versions:
+            group.create_task(records.publish(KEY, "me", b"", 60.0 * minutes))
+        await asyncio.sleep(0.0)
+        for number in data.draw(st.permutations(range(len(versions)))):
+            answers[number].set_result(versions[number][1])
+            await asyncio.sleep(0.0)
+    assert records._expiry[KEY, "me"] >= max(taken)
 
 
 @given(st.text(max_size=80))

@@ -5,6 +5,7 @@ The classes are looked at after all of hivemind's modules in use were loaded as 
 
 import asyncio
 import contextlib
+import contextvars
 import hashlib
 import importlib
 import inspect
@@ -386,29 +387,55 @@ async def test_of_callers_that_find_no_place_in_the_routing_table_the_latest_are
     assert placed < len(nodes.table.uid_to_peer_id) == len(nodes.table.peer_id_to_uid) <= 2 * placed
 
 
+class Giver:
+    """hivemind's own protocol with one record, and when it handed records to a new neighbour."""
+
+    def __init__(self, may_hand_over: Callable[[], bool] = lambda: True) -> None:
+        dht_id, self.handed = inside("dht.routing:DHTID"), list[float]()
+        self.protocol = protocol = inside("dht.protocol:DHTProtocol")(_initialized_with_create=True)
+        protocol.storage, protocol.node_id, protocol.num_replicas = (
+            inside("dht.storage:DHTLocalStorage")(),
+            dht_id(7),
+            5,
+        )
+        protocol.routing_table = inside("dht.routing:RoutingTable")(dht_id(7), bucket_size=8, depth_modulo=5)
+        protocol.storage.store_subkey(dht_id(9), "peer", b"x", time.time() + 3600.0)
+        protocol.call_store, protocol.call_ping = self._hand_over, self._ping
+        DhtNode(SimpleNamespace(protocol=protocol), id_of).check_ids(may_hand_over)
+
+    async def _hand_over(self, *_: Any, **options: Any) -> None:
+        self.handed.append(asyncio.get_running_loop().time())
+
+    async def _ping(self, peer: Any) -> None:
+        """Find nobody."""
+
+
 async def test_a_neighbour_that_comes_and_goes_is_handed_records_once_a_minute() -> None:
-    rng, handed = Random(0), list[float]()
-    dht_id, caller = inside("dht.routing:DHTID"), some_peer(rng)
-    protocol = inside("dht.protocol:DHTProtocol")(_initialized_with_create=True)
-    protocol.storage, protocol.node_id, protocol.num_replicas = inside("dht.storage:DHTLocalStorage")(), dht_id(7), 5
-    protocol.routing_table = inside("dht.routing:RoutingTable")(dht_id(7), bucket_size=8, depth_modulo=5)
-    protocol.storage.store_subkey(dht_id(9), "peer", b"x", time.time() + 3600.0)
-    loop, calls = asyncio.get_running_loop(), 0
-
-    async def call_store(*_: Any, **options: Any) -> None:
-        handed.append(loop.time())
-
-    protocol.call_store = call_store
-    DhtNode(SimpleNamespace(protocol=protocol), id_of).check_ids()
+    giver, caller, loop, calls = Giver(), some_peer(Random(0)), asyncio.get_running_loop(), 0
     begin_s = loop.time()
     while loop.time() < begin_s + 200.0:
-        await protocol.update_routing_table(id_of(caller), caller)
-        assert caller in protocol.routing_table
+        await giver.protocol.update_routing_table(id_of(caller), caller)
+        assert caller in giver.protocol.routing_table
         await asyncio.sleep(5.0)
-        del protocol.routing_table[id_of(caller)]
+        del giver.protocol.routing_table[id_of(caller)]
         calls += 1
     assert calls == 40
-    assert handed == [begin_s + after_s for after_s in (0.0, 60.0, 120.0, 180.0)]
+    assert giver.handed == [begin_s + after_s for after_s in (0.0, 60.0, 120.0, 180.0)]
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=20), st.integers(0, 9))
+async def test_of_many_new_neighbours_few_are_handed_records_and_all_are_entered(turns: list[bool], seed: int) -> None:
+    """Names are free, and each costs a look at all records that we keep. A neighbour that we know costs nothing."""
+    left = turns.copy()
+    giver, rng, entered = Giver(lambda: left.pop(0)), Random(seed), 0
+    for _ in turns:
+        caller = some_peer(rng)
+        for _ in range(2):
+            await giver.protocol.update_routing_table(id_of(caller), caller)
+        entered += caller in giver.protocol.routing_table
+        await asyncio.sleep(100.0)
+    assert (left, entered) == ([], len(turns))
+    assert len(giver.handed) <= sum(turns)
 
 
 def test_no_answer_of_a_stranger_writes_onto_the_screen() -> None:
@@ -520,13 +547,13 @@ def test_a_peer_that_we_ask_tells_the_time_of_its_machine(monkeypatch: pytest.Mo
     node = DhtNode(SimpleNamespace(protocol=SimpleNamespace(storage=None, call_ping=call_ping)), id_of)
 
     async def main() -> None:
-        assert await node.ask_time(peer)
-        assert await node.ask_time(peer, is_door=True)
+        assert await node.ask_time(peer, "voice")
+        assert await node.ask_time(peer, "voice", is_door=True)
         assert await node.ping(peer)
         await call_ping(peer)  # which hivemind calls by itself
 
     asyncio.run(main())
-    assert noted == [(peer.to_base58(), told, is_door) for is_door in (False, True)]
+    assert noted == [("voice", told, is_door) for is_door in (False, True)]
 
 
 def test_a_machine_that_lends_no_lock_of_processes_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -613,50 +640,81 @@ async def test_a_request_for_storage_holds_so_many_records_as_an_answer_at_most(
     assert await is_answered(request) == (malformed is None and singles + sum(dictionaries) <= MOST_VERSIONS)
 
 
+class Holder:
+    """hivemind's own protocol with our rules, a record at one place, and more neighbours than an answer may name."""
+
+    def __init__(self, kept: bytes, may_send: Callable[[int], bool] = lambda _: True) -> None:
+        self.protocol = protocol = inside("dht.protocol:DHTProtocol")(_initialized_with_create=True)
+        dht_id, self.packed = inside("dht.routing:DHTID"), 0
+        protocol.storage, protocol.cache = (inside("dht.storage:DHTLocalStorage")() for _ in range(2))
+        protocol.node_info, protocol.bucket_size = message("NodeInfo", node_id=b"h" * 20), 2 * MOST_NAMED
+        protocol.routing_table = inside("dht.routing:RoutingTable")(dht_id(7), 2 * MOST_NAMED, depth_modulo=5)
+        for number in range(2 * MOST_NAMED):
+            peer = load_hivemind().PeerID(bytes([number]) * 38)
+            protocol.routing_table.add_or_update_node(dht_id.from_bytes(code("node", peer.to_bytes())[:20]), peer)
+        dumps = protocol.serializer.dumps
+
+        def packed(value: Any) -> bytes:
+            self.packed += 1
+            return bytes(dumps(value))
+
+        protocol.serializer = SimpleNamespace(dumps=packed, loads=protocol.serializer.loads)
+        if kept:
+            protocol.storage.store_subkey(dht_id.from_bytes(b"p" * 20), "peer", kept, 1e10)
+        self.authorizer = _Authorizer(CallRules(code))
+        DhtNode(SimpleNamespace(protocol=protocol), id_of).bound_readings(may_send)
+
+    async def answer(self, request: Any) -> Any:
+        role = inside("utils.auth:AuthRole").SERVICER
+        answering = inside("utils.auth:AuthRPCWrapper")(self.protocol, role, self.authorizer)
+        context = contextvars.copy_context()  # each request is answered in a task of its own
+        asked = answering.rpc_find(request, SimpleNamespace(remote_id=None))
+        return await asyncio.get_running_loop().create_task(asked, context=context)
+
+
+async def question(*, reads: bool) -> Any:
+    request = message("FindRequest", keys=[b"p" * 20])
+    before = _KNOWN.set({} if reads else None)
+    await _Authorizer(CallRules(code)).sign_request(request, None)
+    _KNOWN.reset(before)
+    return request
+
+
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("kept", [b"", b"value"])
 async def test_an_answer_has_what_was_asked_for(kept: bytes, reads: bool) -> None:
     """Records or neighbours, so that no record hides a node; ids of nodes follow from peers."""
-    load_hivemind()
-    from hivemind.dht.storage import DictionaryDHTValue
-    from hivemind.utils.serializer import MSGPackSerializer
-
-    dictionary = DictionaryDHTValue()
-    dictionary.store("peer", kept, 1e10)
-    value = MSGPackSerializer.dumps(dictionary) if kept else b""
-    peers = [bytes([number]) * 38 for number in range(2 * MOST_NAMED)]
-    authorizer = _Authorizer(CallRules(code))
-    ids = {"nearest_peer_ids": peers, "nearest_node_ids": [b"n" * 20] * len(peers)}
-    request = message("FindRequest", keys=[b"p" * 20])
-    response = message("FindResponse", results=[message("FindResult", type=2 * bool(kept), value=value, **ids)])
-    if reads:
-        _KNOWN.set({})
-    await authorizer.sign_request(request, None)
-    await authorizer.sign_response(response, request)
+    holder, request = Holder(kept), await question(reads=reads)
+    response = await holder.answer(request)
     told = response.results[0]
+    named = list(told.nearest_peer_ids)
+    assert len(named) == 2 * MOST_NAMED * (not reads)
     assert not told.nearest_node_ids
-    assert await authorizer.validate_response(response, request)
-    shown = [] if reads else peers[:MOST_NAMED]
-    assert list(told.nearest_peer_ids) == shown
-    assert list(told.nearest_node_ids) == [code("node", peer)[:20] for peer in shown]
-    assert bool(told.value) == (bool(kept) and reads)
-    assert reads or told.type == 0
-    assert not told.value or dict(MSGPackSerializer.loads(told.value).items())["peer"].value == kept
+    assert await holder.authorizer.validate_response(response, request)
+    assert list(told.nearest_peer_ids) == named[:MOST_NAMED]
+    assert list(told.nearest_node_ids) == [code("node", peer)[:20] for peer in named[:MOST_NAMED]]
+    assert bool(told.value) == bool(told.type) == (bool(kept) and reads)
+    assert not told.value or dict(holder.protocol.serializer.loads(told.value).items())["peer"].value == kept
 
 
 @given(st.binary(min_size=1, max_size=200), st.integers(0, 300), st.booleans())
-async def test_a_caller_that_has_read_its_share_is_answered_by_an_error(kept: bytes, left: int, reads: bool) -> None:
-    """Which it takes for silence. A peer that asks for nodes has no records, and is not charged."""
-    value = _packed(0x50, float("inf"), 1e10, [("peer", kept, 1e10)])
-    authorizer = _Authorizer(CallRules(code, None, lambda size: size <= left))
-    request = message("FindRequest", keys=[b"p" * 20])
-    response = message("FindResponse", results=[message("FindResult", type=2, value=value)])
-    if reads:
-        _KNOWN.set({})
-    await authorizer.sign_request(request, None)
-    is_refused = reads and len(value) > left
+async def test_nothing_is_packed_for_a_caller_that_has_read_its_share_or_asks_for_nodes(
+    kept: bytes, left: int, reads: bool
+) -> None:
+    """The former is answered by an error, which it takes for silence; the latter is not charged."""
+    asked = list[int]()
+
+    def may_send(size: int) -> bool:
+        asked.append(size)
+        return size <= left
+
+    holder, request = Holder(kept, may_send), await question(reads=reads)
+    is_refused = reads and len(kept) > left
     with pytest.raises(PermissionError) if is_refused else contextlib.nullcontext():
-        await authorizer.sign_response(response, request)
+        await holder.answer(request)
+    assert asked == [len(kept)] * reads
+    assert holder.packed == (reads and not is_refused)
+    assert holder.protocol.storage.get(inside("dht.routing:DHTID").from_bytes(b"p" * 20)), "we ourselves see it"
 
 
 def test_a_place_has_as_many_bytes_as_hivemind_s_id() -> None:

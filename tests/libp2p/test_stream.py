@@ -495,6 +495,19 @@ async def test_a_stranger_to_the_schema_is_a_violation_on_both_sides(line: Line,
     assert line.b.statistics()["violations.a"] == 1
 
 
+def test_a_peer_that_violates_again_and_again_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def play(line: Line) -> None:
+        for number in range(1, 41):
+            stream = line.call()
+            line.pipes[-2].write(b"\x01\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x00\xc1")
+            with pytest.raises(ConnectionResetError, match="does not decode"):
+                await stream.receive()
+            assert line.b.statistics()["violations.a"] == number
+            assert caplog.text.count("a violated the protocol") == number.bit_length()
+
+    scene(echo, play)
+
+
 def test_a_handler_that_waits_for_a_message_learns_that_it_was_a_violation() -> None:
     ended: list[str] = []
 
@@ -578,6 +591,26 @@ async def test_one_peer_cannot_take_the_room_of_all_by_streams_that_only_linger(
     other = line.call("c")
     await other.send(Ask(text="hello"))
     assert (await other.receive()).text == "hello"
+
+
+@run_by(scene, echo, gives=1, capacity=Capacity(conversations=8, per_peer=1, per_prefix=3))
+async def test_many_names_of_one_place_cannot_take_the_room_of_all_by_streams_that_only_linger(line: Line) -> None:
+    """A caller that hears nothing of a refusal, or pretends so, holds its stream for half a minute."""
+    for number in range(40):
+        line.call(f"name {number}", f"/ip4/8.8.8.{number}/tcp/1")
+        line.cut(-2)
+    assert line.b.statistics()["conversations.now"] == 4 * 3
+    other = line.call("honest", "/ip4/8.8.9.1/tcp/1")
+    await other.send(Ask(text="hello"))
+    assert (await other.receive()).text == "hello"
+    await asyncio.sleep(2 * PATIENCE.linger_s)
+    again = line.call("name 1", "/ip4/8.8.8.1/tcp/1")
+    await again.send(Ask(text="room?"))
+    assert (await again.receive()).text == "room?"
+    other.break_off(ConnectionResetError("enough"))
+    again.break_off(ConnectionResetError("enough"))
+    await asyncio.sleep(1)
+    assert not line.b._open_by_prefix
 
 
 # What waits to be received.

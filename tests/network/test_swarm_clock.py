@@ -1,6 +1,8 @@
 """The time by which records expire: ours while half of the others agree, else theirs, whatever sets our clock."""
 
 import math
+import sys
+import threading
 
 import pytest
 from hypothesis import given
@@ -115,3 +117,26 @@ def test_answers_are_few_and_those_that_are_no_time_do_not_count() -> None:
         machine.hear(f"late {number}")
     assert len(machine.clock._told) == MOST_TOLD
     assert machine.wrong_s == pytest.approx(0.0, abs=1e-3)
+
+
+def test_peers_in_threads_of_one_program_hear_at_the_same_time() -> None:
+    clock, troubles = Machine().clock, list[Exception]()
+
+    def hear(name: str) -> None:
+        try:
+            for number in range(2000):
+                clock.note(f"{name} {number}", TODAY_S)
+        except Exception as error:
+            troubles.append(error)
+
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=hear, args=(name,)) for name in "abc"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before_s)
+    assert not troubles

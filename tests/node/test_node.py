@@ -90,7 +90,7 @@ def _train_alone(
     """Train the whole model in plain transformers and torch on the tokens that the source drew."""
     from transformers import AutoModelForCausalLM
 
-    from noloco_node.planning.model_layout import build_stage, inner_optimiser
+    from noloco_node.planning.model_layout import build_stage
     from pipeline.adamw import AdamW
 
     what = recipe(stages=stages, steps=20, window=1, per_round=1000, architecture=architecture)
@@ -102,7 +102,7 @@ def _train_alone(
         {name: weight.detach().clone() for part in parts for name, weight in part.named_parameters()}, strict=False
     )
     weights = dict(model.named_parameters())
-    inner = inner_optimiser(what.run)
+    inner = what.run.inner
     # Not torch's NAdam: the gradient of a bias of keys is noise, of which a step makes as much as of any gradient.
     optimiser = AdamW(list(weights.values()), inner, torch.device("cpu"))
     losses = []
@@ -399,12 +399,12 @@ async def test_a_node_that_was_away_leaves_no_partner_alone() -> None:
     await until(lambda: all(len(peer.of(events.InnerStep)) > 2 for peer in peers))
     replica = peers[0].node.replica
     assert replica is not None
-    state = replica.rounds._round_state
+    state, now_s = replica.rounds._round_state, asyncio.get_running_loop().time()
     for forgiven in (False, True):
-        state.note_silence("peer-b", 60.0, "silent")
+        state.note_silence("peer-b", now_s - 60.0, 60.0, "silent")
         if forgiven:
             peers[0].node._forgive(15.0)
         state.begin_round(last=False)
-        asked, _ = state.queue.next(["peer-b"], asyncio.get_running_loop().time())
+        asked, _ = state.queue.next(["peer-b"], now_s)
         assert asked == ("peer-b" if forgiven else None)
     await asked_to_leave(*peers)

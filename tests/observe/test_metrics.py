@@ -23,6 +23,7 @@ from noloco_node.run.runfile import decode_run
 from noloco_node.swarm.roster import PeerRecord, Roster
 
 MONITORING = ROOT / "docker" / "monitoring"
+NOW = 1000.0
 
 
 def value(metrics: NodeMetrics, name: str, **labels: str) -> float | None:
@@ -65,7 +66,22 @@ def test_a_scrape_tells_what_the_journal_does() -> None:
     assert value(metrics, "refusals_total", side="there", reason="full") == 3
     assert value(metrics, "stage") == 1
     assert value(metrics, "build_info", version=__import__("noloco_node").__version__) == 1
-    assert b"12D3KooW" not in metrics.text()
+    assert b"12D3KooW" not in metrics.text(NOW)
+
+
+@given(scrapes=st.lists(st.floats(0.0, 100.0), max_size=6).map(sorted))
+def test_a_wait_is_counted_while_it_lasts_and_once(scrapes: list[float]) -> None:
+    """A wait that were counted at its end alone would set off the alarm of long waits when it is over."""
+    metrics = NodeMetrics("r")
+    wait = Wait(WaitCause.ROOM, 0.0, "all its 2 replicas")
+    metrics.take(events.StateChanged(state=PeerState.TRAINING, waiting=wait), 0.0)
+    for now in scrapes:
+        metrics.text(now)
+        counted = value(metrics, "waiting_seconds_total", reason="room at the next stage")
+        assert counted == pytest.approx(now)
+    metrics.take(events.StateChanged(state=PeerState.TRAINING), 100.0)
+    metrics.text(NOW)
+    assert value(metrics, "waiting_seconds_total", reason="room at the next stage") == pytest.approx(100.0)
 
 
 @given(st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=4), max_size=4))
@@ -122,7 +138,7 @@ def test_labels_are_bounded_whatever_is_said(reasons: list[str]) -> None:
     metrics = NodeMetrics("r")
     for reason in reasons:
         metrics.take(events.RefusedMicrobatch(peer="p", reason=reason), 0.0)
-    series = [line for line in metrics.text().decode().splitlines() if line.startswith("noloco_refusals_total{")]
+    series = [line for line in metrics.text(NOW).decode().splitlines() if line.startswith("noloco_refusals_total{")]
     assert len(series) <= MOST_VALUES + 1
 
 

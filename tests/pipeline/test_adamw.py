@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 from pipeline import adamw
 from pipeline.adamw import ORTHOGONAL_SIZE, AdamW, Form, decode_first, decode_second, encode_first, encode_second
 from pipeline.hardware.moments_beside import Codes, main_memory, shared
-from pipeline.inner_step import Inner, OptimiserState, moment_bytes, moment_ratio, orthogonalise
+from pipeline.inner_step import InnerConfig, OptimiserState, moment_bytes, moment_ratio, orthogonalise
 from pipeline.stage import Stage
 
-CODED = INNER._replace(state="int8")
+CODED = replace(INNER, state="int8")
 FORMS: dict[str, tuple[Callable[[Tensor], Codes], Callable[..., Tensor]]] = {
     "first": (encode_first, decode_first),
     "second": (encode_second, decode_second),
@@ -39,7 +40,7 @@ def drawn(seed: int, *shape: int, spread: float = 2.0) -> Tensor:
 
 
 def optimiser(
-    inner: Inner = CODED, *shapes: tuple[int, ...], seed: int = 0, beside: int = 0, orthogonal: int = 0
+    inner: InnerConfig = CODED, *shapes: tuple[int, ...], seed: int = 0, beside: int = 0, orthogonal: int = 0
 ) -> tuple[AdamW, list[nn.Parameter]]:
     weights = [nn.Parameter(drawn(seed + n, *shape, spread=0.0)) for n, shape in enumerate(shapes)]
     return AdamW(weights, inner, CPU, beside=beside, orthogonal=weights[:orthogonal]), weights
@@ -132,11 +133,11 @@ def test_moments_that_share_memory_do_not_overlap(sizes: list[int]) -> None:
 
 @given(seed=seeds, steps=st.integers(1, 4), beta1=st.sampled_from([0.0, 0.5, 0.9, 0.99]))
 def test_steps_by_nesterovs_momentum_are_those_of_torchs_nadam(seed: int, steps: int, beta1: float) -> None:
-    inner = INNER._replace(beta1=beta1, nesterov=True)
+    inner = InnerConfig(beta1=beta1, beta2=0.99, weight_decay=0.1)
     for state, allowed in (("float32", 1e-4), ("int8", 0.3)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(adamw, "PIECE", 256)
-            stepping, weights = optimiser(inner._replace(state=state), (3, 200), (7,), seed=seed)
+            stepping, weights = optimiser(replace(inner, state=state), (3, 200), (7,), seed=seed)
             plain = [nn.Parameter(weight.detach().double()) for weight in weights]
             matrices, vectors = plain[:1], plain[1:]
             groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
@@ -174,7 +175,7 @@ def test_a_state_that_is_loaded_goes_on_with_the_same_bits(seed: int, steps: int
 def test_no_codes_make_a_step_longer_than_the_betas_allow(
     seed: int, scales: tuple[float, float], betas: tuple[float, float], rate: float
 ) -> None:
-    inner = CODED._replace(beta1=betas[0], beta2=betas[1], weight_decay=0.0, epsilon=1e-30)
+    inner = replace(CODED, beta1=betas[0], beta2=betas[1], weight_decay=0.0, epsilon=1e-30)
     stepping, [weight] = optimiser(inner, (4, 256))
     chance = torch.Generator().manual_seed(seed)
     for moment, scale in zip(stepping.moments(), scales, strict=True):
@@ -203,7 +204,7 @@ def test_matrices_have_codes_and_vectors_float32() -> None:
 
 
 @pytest.mark.parametrize("own", [CODED, INNER])
-def test_moments_of_another_form_are_refused(own: Inner) -> None:
+def test_moments_of_another_form_are_refused(own: InnerConfig) -> None:
     stepping, weights = optimiser(own, (4, 100), (3,))
     train(stepping, weights, 1, 1)
     before = [moment.clone() for moment in stepping.moments()]
@@ -215,7 +216,7 @@ def test_moments_of_another_form_are_refused(own: Inner) -> None:
     assert all(map(torch.equal, before, stepping.moments()))
 
 
-def train_stage(inner: Inner, steps: int = 25) -> tuple[Stage, list[float]]:
+def train_stage(inner: InnerConfig, steps: int = 25) -> tuple[Stage, list[float]]:
     recipe = prepared("llama")
     [piece] = cuts(recipe, 1)
     stage, losses = make_stage(recipe, piece, inner=inner), []
@@ -236,7 +237,7 @@ def test_a_model_trains_with_codes_as_with_float32() -> None:
 
 
 def test_a_stage_goes_on_from_the_codes_of_another() -> None:
-    (stage, _), (other, _) = train_stage(CODED), train_stage(CODED._replace(beta1=0.5))
+    (stage, _), (other, _) = train_stage(CODED), train_stage(replace(CODED, beta1=0.5))
     other.set_weights(stage.weights())
     other.load_optimiser_state(OptimiserState(*stage.optimiser_state()))
     assert all(map(torch.equal, stage.optimiser_state().moments, other.optimiser_state().moments))
@@ -284,7 +285,7 @@ def test_nothing_becomes_nothing() -> None:
 def test_an_orthogonal_step_is_of_the_step_that_adamw_would_take(
     seed: int, state: str, shape: tuple[int, ...], beside: int
 ) -> None:
-    inner, rate = INNER._replace(state=state, nesterov=True), 1e-2
+    inner, rate = InnerConfig(beta2=0.99, weight_decay=0.1, state=state), 1e-2
     (plain, plainly), (turned, turning) = (
         optimiser(inner, shape, (5, 6), (4,), seed=seed, beside=beside, orthogonal=number) for number in (0, 1)
     )
@@ -306,7 +307,7 @@ def test_an_orthogonal_step_is_of_the_step_that_adamw_would_take(
 
 
 def test_a_stage_steps_the_matrices_of_its_layers_orthogonally() -> None:
-    stages = [train_stage(inner, steps=1)[0] for inner in (INNER, INNER._replace(orthogonal=True))]
+    stages = [train_stage(inner, steps=1)[0] for inner in (INNER, replace(INNER, orthogonal=True))]
     begun = train_stage(INNER, steps=0)[0].weights()
     for name, start, *found in zip(stages[0].names, begun, *(stage.weights() for stage in stages), strict=True):
         inside = "layers" in name and start.ndim >= 2

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.inner_step import Mark, Progress, Schedule, advance, begin, learning_rate, moment_ratio, rate_per_s
+from pipeline.inner_step import InnerConfig, Mark, Progress, advance, begin, learning_rate, moment_ratio, rate_per_s
 
-SCHEDULE = Schedule(peak=6e-4, steps=1000, warmup_steps=100, final_fraction=0.1)
+SCHEDULE = InnerConfig(learning_rate=6e-4, steps=1000, warmup_steps=100, final_fraction=0.1)
 
 
 def test_the_schedule_by_hand() -> None:
@@ -25,11 +25,11 @@ def test_the_schedule_by_hand() -> None:
 def test_the_schedule_has_no_jumps_and_one_peak(progress: float, further: float) -> None:
     now, then = learning_rate(progress, SCHEDULE), learning_rate(progress + further, SCHEDULE)
     assert abs(then - now) <= 6e-4 * (further * SCHEDULE.steps / SCHEDULE.warmup_steps + 1e-9)
-    assert 0.0 < now <= SCHEDULE.peak * (1.0 + 1e-12)
+    assert 0.0 < now <= SCHEDULE.learning_rate * (1.0 + 1e-12)
 
 
 def test_a_schedule_without_warm_up_begins_at_the_peak() -> None:
-    flat = Schedule(peak=1.0, steps=10, warmup_steps=0, final_fraction=1.0)
+    flat = InnerConfig(learning_rate=1.0, steps=10, warmup_steps=0, final_fraction=1.0)
     assert [learning_rate(progress, flat) for progress in (0.0, 0.5, 1.0, 7.0, -1.0)] == [1.0] * 5
 
 
@@ -139,7 +139,7 @@ def test_marks_cover_minutes_of_a_long_run() -> None:
 
 
 def test_a_schedule_of_warm_up_alone_ends_at_its_peak() -> None:
-    whole = Schedule(peak=1.0, steps=10, warmup_steps=10, final_fraction=0.1)
+    whole = InnerConfig(learning_rate=1.0, steps=10, warmup_steps=10, final_fraction=0.1)
     assert [learning_rate(progress, whole) for progress in (0.0, 0.5, 1.0)] == pytest.approx([0.1, 0.6, 1.0])
 
 

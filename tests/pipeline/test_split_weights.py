@@ -1,6 +1,7 @@
 """Weights of 24 bits in two parts: what they keep, and a stage that trains on them."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from pipeline.hardware.split_weights import LARGEST, join, split, values_of
 from pipeline.inner_step import BLOCK, OptimiserState
 from pipeline.stage import Stage
 
-CODED = INNER._replace(state="int8")
+CODED = replace(INNER, state="int8")
 patterns = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=64)
 ODD = (0.0, -0.0, 1e-45, -1e-40, LARGEST, -LARGEST, 3.4028235e38, 1.0, -1.0, 1.00390625, math.inf, -math.inf)
 
@@ -66,7 +67,7 @@ def test_remainders_that_lack_are_an_error() -> None:
 def staged(family: str = "llama", number: int = 0, state: str = "int8", **sizes: Any) -> Stage:
     """Return a stage that computes in bfloat16."""
     recipe = prepared(family, **sizes)
-    inner = INNER._replace(state=state)
+    inner = replace(INNER, state=state)
     return make_stage(recipe, cuts(recipe, 2)[number], inner=inner, autocast=torch.bfloat16)
 
 

@@ -13,7 +13,7 @@ from noloco_node.planning.model_layout import ModelLayout, build_stage, make_sta
 from noloco_node.planning.plan import memories
 from noloco_node.run.config import AdapterConfig, ModelConfig, PipelineConfig, RunConfig
 from pipeline.forward_pass import StageSettings
-from pipeline.inner_step import Inner
+from pipeline.inner_step import InnerConfig
 from pipeline.stage import Stage
 
 
@@ -53,7 +53,7 @@ def test_a_stage_with_adapters_holds_just_what_is_planned(base: Any, half: bool)
     for number, planned in enumerate(memories(run, layout, half=half)):
         part = build_stage(run, layout, number, torch.device("cpu"))
         settings = StageSettings(torch.device("cpu"), torch.bfloat16 if half else None)
-        stage = Stage(part, Inner(0.9, 0.99, 1e-8, 0.1, 1.0), settings, first=number == 0, last=number == 1)
+        stage = Stage(part, InnerConfig(), settings, first=number == 0, last=number == 1)
         held = {each.data_ptr(): each.nbytes for each in part.state_dict().values()}
         cast = sum(leaf.nbytes for leaf in stage._set.leaves.values() if leaf.dtype is torch.bfloat16)
         moments = sum(each.nbytes for each in stage.optimiser_state().moments)

@@ -15,7 +15,7 @@ from gossip.rounds.matching import steps_per_round
 from noloco_node.errors import Exit, UserError
 from noloco_node.machine.memory import GraphBytes, bytes_beside, usable_bytes
 from noloco_node.planning.bandwidth import PROBE_BYTES
-from noloco_node.planning.model_layout import ModelLayout, build_stage, inner_optimiser, model_layout
+from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
 from noloco_node.planning.plan import RunPlan, graphs_that_fit, mean_steps_per_round, memories, plan
 from noloco_node.planning.plan_text import describe, report
 from noloco_node.planning.throughput import Machines, stage_loads
@@ -24,7 +24,6 @@ from noloco_node.run.config import RunConfig
 from noloco_node.run.presets import PRESETS, run_text
 from noloco_node.run.runfile import decode_run, validate
 from pipeline.forward_pass import StageSettings
-from pipeline.inner_step import Inner
 from pipeline.stage import Stage
 
 LLAMA = {
@@ -191,16 +190,12 @@ def test_bytes_a_parameter_are_those_that_a_stage_has(
 def staged(run: RunConfig, layout: ModelLayout, number: int, half: torch.dtype | None) -> Stage:
     return Stage(
         build_stage(run, layout, number, torch.device("cpu")),
-        Inner(0.9, 0.99, 1e-8, 0.1, 1.0, run.inner.state),
+        run.inner,
         StageSettings(torch.device("cpu"), half),
         first=number == 0,
         last=number == 1,
         codec=run.pipeline.codec,
     )
-
-
-def test_stages_of_a_run_step_by_nesterovs_momentum() -> None:
-    assert inner_optimiser(run_with()).nesterov
 
 
 @pytest.mark.parametrize(("family", "sizes"), [("llama", LLAMA), ("mixtral", LLAMA | {"num_local_experts": 3})])

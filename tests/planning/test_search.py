@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from dataclasses import replace
 from math import log2
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,10 @@ from noloco_node.planning.search import (
     plan_in_any_form,
 )
 from noloco_node.planning.throughput import Machines, fits, forecast, gpu_memories
-from noloco_node.run.config import AdapterConfig, InnerConfig, ModelConfig, PipelineConfig, RunConfig
+from noloco_node.run.config import AdapterConfig, ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.presets import PRESETS, numbers_of, run_text
 from noloco_node.run.runfile import decode_run, load_run, validate
+from pipeline.inner_step import InnerConfig
 
 SIZES = {
     "hidden_size": 64,
@@ -308,7 +310,7 @@ def test_microbatches_that_cannot_be_halved_leave_fewer_replicas(count: int) -> 
 )
 def test_moments_lie_in_main_memory_where_a_stage_fits_in_no_other_way(gpu: str, ram: str, beside: bool) -> None:
     run = decode_run(run_text("1b"), "preset")
-    run = structs.replace(run, inner=structs.replace(run.inner, state="int8"), precision="auto")
+    run = structs.replace(run, inner=replace(run.inner, state="int8"), precision="auto")
     run = structs.replace(run, pipeline=structs.replace(run.pipeline, stages=1, replicas=16, microbatch_size=1))
     machines, layout = MachineOptions(gpu=gpu, ram=ram).machines(), model_layout(run)
     (needs,) = gpu_memories(run, layout, machines)

@@ -209,7 +209,7 @@ def test_every_number_is_bounded_where_it_is_declared_or_by_a_rule() -> None:
             unbounded.add(path)
         elif types:
             said = types[0].__metadata__[0]
-            low, high = (said.ge, said.lt or said.le) if isinstance(said, msgspec.Meta) else said
+            low, high = (said.ge, said.lt or said.le) if isinstance(said, msgspec.Meta) else (said[0], said[-1])
             above = high if getattr(said, "lt", None) else 2 * high
             for value in (low - 1, above, math.nan, math.inf, -math.inf):
                 given_value = f"{name} = {value}\n"

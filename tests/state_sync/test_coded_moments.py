@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_swarms import Peer, asked_to_leave, recipe, until
 from sample_counters import counters
+from small_stages import PlainAdamW
 from torch import Tensor, nn
 from toy_gossip import at_once
 from user_errors import user_error
@@ -33,12 +34,12 @@ from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.storage.transfer_files import PartialDownload, StateFile
 from noloco_node.swarm.run_distribution import RunFileText
 from pipeline.adamw import AdamW, magnitudes, scales_of
-from pipeline.inner_step import Inner, OptimiserState, moment_bytes, moment_ratio
+from pipeline.inner_step import InnerConfig, OptimiserState, moment_bytes, moment_ratio
 
 SHAPES = ((60, 77), (12,), (7, 3), (1, 5), (30, 256), (1, 1))
 """Large matrices of many pieces, and small ones whose codes lie unaligned beside vectors."""
 SIZES = tuple(moment_bytes(shape, "int8") for shape in SHAPES)
-INNER = Inner(beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0, state="int8")
+INNER = PlainAdamW(beta2=0.99, state="int8")
 BOUNDS = MomentBounds(moment_ratio(INNER.beta1, INNER.beta2), INNER.clip_norm, magnitudes)
 FORM = '[inner]\nstate = "int8"\n'
 
@@ -51,7 +52,7 @@ def drawn(seed: int, spread: float = 0.0) -> list[Tensor]:
     ]
 
 
-def trained(seed: int, steps: int = 3, inner: Inner = INNER, spread: float = 1.0) -> AdamW:
+def trained(seed: int, steps: int = 3, inner: InnerConfig = INNER, spread: float = 1.0) -> AdamW:
     """Return an optimiser after steps on gradients that are clipped."""
     weights = [nn.Parameter(tensor) for tensor in drawn(seed)]
     adamw = AdamW(weights, inner, torch.device("cpu"))
@@ -169,7 +170,7 @@ async def test_a_newcomer_gets_the_codes_themselves(tmp_path: Path) -> None:
 
 
 async def test_a_donor_of_another_form_is_refused(tmp_path: Path) -> None:
-    floats = trained(3, inner=INNER._replace(state="float32")).moments()
+    floats = trained(3, inner=replace(INNER, state="float32")).moments()
     told = await _copy(tmp_path, state(3, floats), None)
     assert isinstance(told, str)
     assert "it is of another form" in told

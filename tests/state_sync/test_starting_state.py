@@ -4,7 +4,8 @@ import math
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from toy_gossip import Toy, ToySettings, World
 
 from gossip.exchange.messages import Manifest, Piece, ReplicaState
 from gossip.interface import Origin
-from gossip.rule.outer_step import ROUND_BOUND, OuterState
+from gossip.rule.outer_step import ROUND_BOUND, OuterState, WeightAge
 from gossip.settings import OuterConfig
 from gossip.transfer.chunks import cut, listed
 from noloco_node.errors import UserError
@@ -31,6 +32,8 @@ from noloco_node.state_sync.starting_state import (
     JUDGEMENTS,
     LEAST_OTHERS,
     StartingLoss,
+    StartingState,
+    StartingWeights,
     from_checkpoint,
     from_donor,
     is_recent_enough,
@@ -241,3 +244,28 @@ def test_nobody_is_judged_by_few_or_in_a_run_that_begins() -> None:
     assert few.failed([200.0] * JUDGED, [USUAL] * (LEAST_OTHERS - 1)) is None
     assert few.failed([], [USUAL] * LEAST_OTHERS) is not None
     assert StartingLoss(judges=False).failed([200.0] * JUDGED, [USUAL] * LEAST_OTHERS) is None
+
+
+@pytest.mark.parametrize("ahead", [0, ROUND_BOUND, ROUND_BOUND + 1])
+@pytest.mark.parametrize("last_met", [0, 1])
+@pytest.mark.parametrize("loss", [USUAL, 200.0])
+async def test_weights_with_which_a_replica_began_while_it_was_cut_off_are_disowned(
+    ahead: int, last_met: int, loss: float
+) -> None:
+    """They have met nobody's, the others are rounds ahead, and lose far less. Few others, or liars, do not suffice."""
+    disowned = []
+    rounds = SimpleNamespace(
+        finished=2, slow_age=WeightAge(2, last_met), disowned=False, disown=lambda: disowned.append(True)
+    )
+    began = StartingState(origin=Origin(OuterState(())))
+    weights = StartingWeights(began, cast(Any, rounds), staleness_at_most=16)
+    others, honest, liars = [USUAL] * LEAST_OTHERS, [2 + ahead] * 2, [2**40]
+    assert weights.failed([loss] * JUDGED, others, []) is None, "nobody is known yet"
+    assert weights.failed([loss] * JUDGED, others[1:], honest + liars) is None
+    found = weights.failed([loss] * JUDGED, others, honest + liars)
+    far = ahead > ROUND_BOUND and not last_met and loss > USUAL
+    assert found == ((loss, USUAL) if far else None)
+    assert bool(disowned) == far
+    for _ in range(JUDGEMENTS + 1):
+        weights.failed([loss] * JUDGED, others, honest + liars)
+    assert len(disowned) <= JUDGEMENTS

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,7 +50,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 def test_a_stage_with_weights_in_two_parts_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     recipe = prepared("llama")
     stages = [
-        make_stage(recipe, cuts(recipe, 1)[0], seed=seed, inner=INNER._replace(state="int8"), autocast=torch.bfloat16)
+        make_stage(recipe, cuts(recipe, 1)[0], seed=seed, inner=replace(INNER, state="int8"), autocast=torch.bfloat16)
         for seed in (3, 4)
     ]
     held = stages[0].current_weights()

@@ -1,21 +1,29 @@
 """Stages of small decoders, built as a node builds them."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from pipeline.decoder_slice import Cut, Subspace
 from pipeline.forward_pass import PendingForward, StageSettings
-from pipeline.inner_step import Inner
+from pipeline.inner_step import InnerConfig
 from pipeline.messages import Gradient
 from pipeline.model_config import Prepared, family_config, prepare
 from pipeline.partition import build, cut
 from pipeline.stage import Stage
 
 CPU = torch.device("cpu")
-INNER = Inner(beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=0.1, clip_norm=1.0)
+
+
+class PlainAdamW(InnerConfig):
+    """AdamW as torch has it, without Nesterov's momentum."""
+
+    nesterov: ClassVar[bool] = False
+
+
+INNER = PlainAdamW(beta2=0.99, weight_decay=0.1)
 VOCABULARY = 61
 LLAMA: dict[str, Any] = {
     "hidden_size": 32,
@@ -40,7 +48,7 @@ def cuts(recipe: Prepared, number: int, subspace: Subspace | None = None) -> lis
 
 
 def make_stage(
-    recipe: Prepared, piece: Cut, *, codec: str = "float32", seed: int = 3, inner: Inner = INNER, **choices: Any
+    recipe: Prepared, piece: Cut, *, codec: str = "float32", seed: int = 3, inner: InnerConfig = INNER, **choices: Any
 ) -> Stage:
     """Return a stage; `choices` as in its settings."""
     settings = StageSettings(CPU, **choices)
@@ -76,8 +84,10 @@ def whole_optimiser(weights: Mapping[str, Tensor]) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=1e-3, betas=(INNER.beta1, INNER.beta2), eps=INNER.epsilon)
 
 
-def nadam(weights: Iterable[Tensor] | Iterable[dict[str, Any]], inner: Any, learning_rate: float) -> torch.optim.NAdam:
-    """Return torch's own form of a run's inner optimiser. `inner`: its constants, `Inner` or of the run file."""
+def nadam(
+    weights: Iterable[Tensor] | Iterable[dict[str, Any]], inner: InnerConfig, learning_rate: float
+) -> torch.optim.NAdam:
+    """Return torch's own form of a run's inner optimiser."""
     return torch.optim.NAdam(
         weights,
         lr=learning_rate,

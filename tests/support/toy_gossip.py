@@ -162,6 +162,7 @@ class Toy:
         self.listed = True
         self.stale_list: tuple[Candidate, ...] | None = None
         self.events: list[Event] = []
+        self.saw: list[tuple[str, int, int]] = []
         self.at_work = asyncio.Lock()
         self.shut = 0
         if origin is None:
@@ -173,6 +174,7 @@ class Toy:
             converse=world.conversing(name),
             record=self.events.append,
             timeouts=settings.patience,
+            saw=lambda *met: self.saw.append(met),
         )
         self.rounds = Rounds(name, settings, origin, self, around)
         world.answerers[name] = self.rounds.serve

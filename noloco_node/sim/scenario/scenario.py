@@ -20,12 +20,13 @@ from msgspec import Meta
 
 from gossip.settings import OuterConfig
 from noloco_node.errors import config_error
-from noloco_node.run.config import DataConfig, InnerConfig, PipelineConfig
+from noloco_node.run.config import DataConfig, PipelineConfig
 from noloco_node.run.fields import Problem, converted, fields_of, out_of_bounds, refuse, short, toml_table
 from noloco_node.sim.network.link_model import NetworkConditions, NotNegative, Positive, PositiveCount, Share
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault, Join
 from noloco_node.storage.home import typed
+from pipeline.inner_step import InnerConfig
 
 SCENARIO_BYTES = 2**20
 MOST_PEERS = 20_000

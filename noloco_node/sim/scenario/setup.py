@@ -26,7 +26,7 @@ from noloco_node.planning.bandwidth import (
 )
 from noloco_node.planning.plan import graphs_that_fit, mean_steps_per_round, memories
 from noloco_node.planning.throughput import BUS_BYTES_PER_S, coding_seconds, orthogonal_seconds
-from noloco_node.run.config import InnerConfig, ModelConfig, PipelineConfig, RunConfig
+from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.runfile import load_run, validate
 from noloco_node.sim.hardware.priced_stage import Prices
 from noloco_node.sim.hardware.quadratic_model import SIZE, WIDE, WIDE_CENTRE, QuadraticModel, quadratic_layout
@@ -36,6 +36,7 @@ from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.scenario.scenario import MOST_PEERS, RUN_FIELDS, Scenario, SwarmConfig, planned
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.units import format_bytes
+from pipeline.inner_step import InnerConfig
 from pipeline.messages import Gradient, Microbatch
 
 if TYPE_CHECKING:
@@ -222,10 +223,10 @@ def _run(start: RunConfig, swarm: SwarmConfig, seed: int) -> RunConfig:
     # A default is made to fit between any two rounds.
     overlap = outer.overlap_steps if swarm.overlap_steps is not None else min(outer.overlap_steps, (late or early) - 1)
     outer = replace(outer, overlap_steps=min(overlap, early - 1))
-    inner = structs.replace(start.inner, **given["inner"])
+    inner = replace(start.inner, **given["inner"])
     if swarm.rounds is not None:
-        inner = structs.replace(inner, steps=math.ceil(swarm.rounds * mean_steps_per_round(outer)))
-    inner = structs.replace(inner, warmup_steps=min(inner.warmup_steps, inner.steps - 1))
+        inner = replace(inner, steps=math.ceil(swarm.rounds * mean_steps_per_round(outer)))
+    inner = replace(inner, warmup_steps=min(inner.warmup_steps, inner.steps - 1))
     pipeline = structs.replace(start.pipeline, **given["pipeline"])
     data = structs.replace(start.data, **given["data"])
     return structs.replace(start, seed=seed, pipeline=pipeline, inner=inner, outer=outer, data=data)

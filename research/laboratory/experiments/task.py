@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import asdict
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from pydoc_data import topics
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import msgspec
 import torch
@@ -28,18 +29,16 @@ from noloco_node.data.blocks import SMALLEST_PIECE_BYTES, Blocks, MixedBlocks, o
 from noloco_node.data.encoding import open_encoder
 from noloco_node.data.file_documents import FileDocuments, ReadingOrder, TextRange, pieces_of, stdlib_files
 from noloco_node.data.held_out_text import HeldOutText, text_loss
-from noloco_node.node.replica import rate_schedule
 from noloco_node.planning.model_layout import ModelLayout, make_stage
 from noloco_node.run.config import (
     NO_ADAPTER,
     AdapterConfig,
     DataConfig,
-    InnerConfig,
     ModelConfig,
     PipelineConfig,
     RunConfig,
 )
-from pipeline.inner_step import Schedule
+from pipeline.inner_step import InnerConfig
 from pipeline.stage import Stage
 from research.laboratory.experiments.cell import Cell, Corpus, Prose, Scale
 
@@ -153,20 +152,24 @@ def _outer(cell: Cell) -> OuterConfig:
     )
 
 
-def schedule(cell: Cell) -> Schedule:
-    """Return the learning rate's schedule over the progress of the run."""
-    return rate_schedule(run_of(cell))
+class PublishedAdamW(InnerConfig):
+    """AdamW as published, without Nesterov's momentum, as in the records."""
+
+    nesterov: ClassVar[bool] = False
+
+
+def as_published(run: RunConfig) -> RunConfig:
+    """Return the run with steps of AdamW as published, and not as in production."""
+    return msgspec.structs.replace(run, inner=PublishedAdamW(**asdict(run.inner)))
 
 
 def open_stages(run: RunConfig, plan: ModelLayout, *, nesterov: bool = False) -> list[Stage]:
     """Return a fresh set of all stages, with the weights of the run's seed.
 
-    Without `nesterov` they step by AdamW as published, as in the records, and not as in production.
+    Without `nesterov` they step as `as_published`.
     """
-    stages = [make_stage(run, plan, number, CPU) for number in range(run.pipeline.stages)]
-    for stage in stages:
-        stage._adamw._inner = stage._adamw._inner._replace(nesterov=nesterov)
-    return stages
+    run = run if nesterov else as_published(run)
+    return [make_stage(run, plan, number, CPU) for number in range(run.pipeline.stages)]
 
 
 class Text:

@@ -14,13 +14,13 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from noloco_node.planning.model_layout import ModelLayout, build_stage, inner_optimiser, model_layout
+from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
 from noloco_node.run.config import RunConfig
 from pipeline.forward_pass import StageSettings
 from pipeline.inner_step import StepReport, learning_rate
 from pipeline.stage import Stage
 from research.laboratory.experiments.cell import Cell, Corpus, Prose
-from research.laboratory.experiments.task import CPU, Text, losses_of, open_stages, run_of, schedule
+from research.laboratory.experiments.task import CPU, Text, as_published, losses_of, open_stages, run_of
 
 BASE_BATCH = 2
 """By which factor an inner step of the frozen model has more sequences."""
@@ -52,7 +52,7 @@ def adapted_stages(cell: Cell, run: RunConfig, plan: ModelLayout) -> list[Stage]
     assert cell.adapters is not None, "adapters are trained"
     stage = (AlternatingStage if cell.adapters.trained == "alternating" else Stage)(
         build_stage(run, plan, 0, CPU),
-        inner_optimiser(run)._replace(nesterov=False),
+        as_published(run).inner,
         StageSettings(CPU, None),
         first=True,
         last=True,
@@ -81,7 +81,7 @@ def base_cell(cell: Cell) -> Cell:
 def trained_base(cell: Cell) -> Stage:
     """Return the model that this run ends with."""
     run = run_of(cell)
-    (stage,), text, course = open_stages(run, model_layout(run)), Text(run, 0), schedule(cell)
+    (stage,), text, course = open_stages(run, model_layout(run)), Text(run, 0), run.inner
     for step in range(cell.steps):
         stage.loss(*text.draw())
         stage.step(learning_rate(step / cell.steps, course), 1)

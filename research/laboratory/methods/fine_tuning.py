@@ -10,7 +10,7 @@ from torch import Tensor
 from noloco_node.planning.model_layout import model_layout
 from pipeline.inner_step import learning_rate
 from research.laboratory.experiments.cell import Cell
-from research.laboratory.experiments.task import Text, losses_of, open_stages, run_of, schedule
+from research.laboratory.experiments.task import Text, losses_of, open_stages, run_of
 
 BEFORE = "before fine-tuning"
 
@@ -40,7 +40,7 @@ def fine_tuned(cell: Cell, model: Sequence[Sequence[Tensor]]) -> dict[str, float
             text=wish.text,
         )
         run = run_of(tuning)
-        (stage,), text, course = open_stages(run, model_layout(run)), Text(run, 0), schedule(tuning)
+        (stage,), text, course = open_stages(run, model_layout(run)), Text(run, 0), run.inner
         stage.set_weights(model[0])
         if not found:
             found[BEFORE] = fmean(losses_of(tuning, [stage]))

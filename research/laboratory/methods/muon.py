@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from noloco_node.planning.model_layout import ModelLayout, build_stage, inner_optimiser
+from noloco_node.planning.model_layout import ModelLayout, build_stage
 from noloco_node.run.config import RunConfig
 from pipeline.adamw import AdamW
 from pipeline.forward_pass import StageSettings
-from pipeline.inner_step import Inner
+from pipeline.inner_step import InnerConfig
 from pipeline.stage import Stage
-from research.laboratory.experiments.task import CPU
+from research.laboratory.experiments.task import CPU, as_published
 
 OUTSIDE = ("embed_tokens", "lm_head")
 """In names of matrices that AdamW steps: a row of theirs is one token's."""
@@ -23,7 +23,7 @@ class MuonStage(Stage):
     """A whole model whose matrices inside layers step by Muon. Its optimiser's memory cannot be handed to another."""
 
     def __init__(self, run: RunConfig, plan: ModelLayout) -> None:
-        constants = inner_optimiser(run)._replace(nesterov=False)
+        constants = as_published(run).inner
         super().__init__(build_stage(run, plan, 0, CPU), constants, StageSettings(CPU, None), first=True, last=True)
         inside = {
             name: weight
@@ -39,7 +39,7 @@ class MuonStage(Stage):
 
 
 class _WithMuon(AdamW):
-    def __init__(self, outside: Sequence[nn.Parameter], constants: Inner, muon: torch.optim.Muon) -> None:
+    def __init__(self, outside: Sequence[nn.Parameter], constants: InnerConfig, muon: torch.optim.Muon) -> None:
         super().__init__(outside, constants, CPU)
         self._muon = muon
 

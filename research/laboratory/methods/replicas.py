@@ -8,6 +8,7 @@ the run, points of the curve, and the counts that become a `Result`.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Sequence
 from random import Random
 
@@ -23,7 +24,7 @@ from pipeline.inner_step import learning_rate
 from pipeline.stage import Stage
 from research.laboratory.experiments.cell import Cell, Point
 from research.laboratory.experiments.hardware_model import PARAMETERS, step_seconds
-from research.laboratory.experiments.task import SharedText, Text, loss_of, open_stages, run_of, schedule
+from research.laboratory.experiments.task import SharedText, Text, loss_of, open_stages, run_of
 from research.laboratory.methods.adapters import adapted_stages
 from research.laboratory.methods.muon import MuonStage
 
@@ -98,7 +99,7 @@ class Swarm:
         self.spent_at_s = 0.0
         """When the budget was spent; 0 before."""
         self._tell = tell
-        self._schedule = schedule(cell)
+        self._schedule = run.inner
         self._routes = Random(f"{cell.seed}|routes")
         self._scratch = _fresh(cell, run, plan)
 
@@ -248,7 +249,7 @@ def _fresh(cell: Cell, run: RunConfig, plan: ModelLayout) -> list[Stage]:
     if cell.adapters is not None:
         return adapted_stages(cell, run, plan)
     if cell.optimiser == "orthogonal":
-        run = replace(run, inner=replace(run.inner, orthogonal=True))
+        run = replace(run, inner=dataclasses.replace(run.inner, orthogonal=True))
     return open_stages(run, plan, nesterov=cell.optimiser in ("adamw_nesterov", "orthogonal"))
 
 

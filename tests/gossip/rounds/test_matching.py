@@ -1,5 +1,6 @@
 """Who meets whom: the hint is a fair and stable matching, the answer comes at once and leaves nobody waiting."""
 
+import math
 import random
 from collections import Counter
 from itertools import combinations
@@ -17,6 +18,7 @@ from gossip.rounds import matching
 from gossip.rounds.matching import (
     ASKED_AT_MOST,
     PICKY_SHARE,
+    TIMES_LOST,
     AnswerState,
     PartnerQueue,
     RoundClaims,
@@ -302,20 +304,40 @@ def test_partners_are_asked_in_order_and_not_before_their_time() -> None:
     assert peer is None
     assert 3.05 <= wait_s <= 3.15
     assert some.next(["a", "b"], wait_s)[0] == "b"
-    some.clear(0.0)
+    some.clear(["a", "b"], 0.0)
     assert some.next(["a", "b"], 0.0) == ("a", 0.0)
 
 
-@given(st.floats(1.0, 1e6), st.lists(st.floats(0.0, 2e6), max_size=6))
-def test_a_partner_is_left_alone_for_as_long_as_was_said_whatever_rounds_open(
-    seconds: float, openings: list[float]
+@given(
+    st.floats(2.1, 1e6),
+    st.lists(st.floats(0.0, 2e7), max_size=6),
+    st.lists(st.tuples(st.booleans(), st.floats(0.0, 1e6)), max_size=3),
+)
+def test_a_partner_is_left_alone_for_ten_times_its_loss_whatever_rounds_open(
+    lost_s: float, openings: list[float], more: list[tuple[bool, float]]
 ) -> None:
-    some = prospects()
-    some.leave_alone("a", seconds, 0.0)
+    """It is declined for as long where a meeting took the time; a further loss shortens neither."""
+    some, both, longest_s = prospects(), ["a", "b"], lost_s
+    usual_s = 5.0
+    some.met("b", usual_s)
+    for in_meeting, also_s in [(True, lost_s), *more]:
+        took_s = also_s + (usual_s if in_meeting else 0.0)
+        some.note_loss("a", -took_s, math.inf, both, 0.0, in_meeting=in_meeting)
+        longest_s = max(longest_s, also_s)
+    until_s = TIMES_LOST * longest_s
     for now_s in sorted(openings):
-        some.clear(now_s)
-        if now_s < seconds or now_s > seconds + 1.0:
-            assert (now_s < seconds) == (some.next(["a"], now_s)[0] is None)
+        some.clear(both, now_s)
+        if now_s < 0.999 * until_s or now_s > 1.001 * until_s + 1.0:
+            left_alone = now_s < until_s
+            assert (some.next(["a"], now_s)[0] is None) == some.declines("a", both, now_s) == left_alone
+            assert not some.declines("a", ["a"], now_s), "it is the only one"
+
+
+@given(st.floats(0.0, 1e6), st.floats(0.0, 1e7))
+def test_a_peer_that_did_not_answer_may_propose_itself(lost_s: float, now_s: float) -> None:
+    some = prospects()
+    some.note_loss("a", -lost_s, math.inf, ["a", "b"], 0.0, in_meeting=False)
+    assert not some.declines("a", ["a", "b"], now_s)
 
 
 @given(
@@ -329,7 +351,7 @@ def test_estimates_are_believed_until_the_next_round(told_s: float, reason: Decl
     assert peer is None
     assert 0.0 < wait_s <= 20.0
     assert some.next(["a"], 100.2 + told_s) == ("a", 0.0)
-    some.clear(100.0)
+    some.clear(["a"], 100.0)
     assert some.next(["a"], 100.0) == ("a", 0.0)
 
 

@@ -28,8 +28,8 @@ from gossip.exchange.messages import (
 )
 from gossip.exchange.swap import common_steps
 from gossip.interface import Candidate, Origin, PartnerTooStale, RoundSkipped
+from gossip.rounds.matching import VAIN_AT_MOST
 from gossip.rounds.outer_optimiser import Step
-from gossip.rounds.round_state import VAIN_AT_MOST
 from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors
 from gossip.settings import Format, RoundTimeouts, absolute, wire_bytes
 from noloco_node.sim.clock import run
@@ -286,6 +286,10 @@ def test_the_stale_one_adopts_and_the_fresh_one_goes_on(codec: Format, outer: Ou
     (step,) = stale.met
     assert step.adopted
     assert (step.staleness_rounds, step.partner_staleness) == (6, 5)
+    # It has met the fresh one, which brings its inner steps to another meeting.
+    ((partner, theirs, ours),) = stale.saw
+    assert (partner, theirs, fresh.saw) == ("fresh", 0, [])
+    assert ours >= 20
     (event,) = fresh.events
     assert isinstance(event, PartnerTooStale)
     assert (event.partner, event.partner_staleness) == ("stale", 6)

@@ -248,14 +248,14 @@ class Held(NamedTuple):
         meeting = self.state.engage("b", 1) if how == "meeting" else None
         self.clock[0] += lost_s
         if forgive == "before":
-            self.state.forgive()
+            self.state.queue.forgive(self.clock[0])
         if meeting is None:
-            self.state.note_silence("b", self.state.waited_s(since_s, math.inf), "silent")
+            self.state.note_silence("b", since_s, math.inf, "silent")
         else:
             self.state.end_meeting()
             self.state.note_vain_meeting(meeting)
         if forgive == "after":
-            self.state.forgive()
+            self.state.queue.forgive(self.clock[0])
 
     def reopen(self) -> None:
         self.state.close()
