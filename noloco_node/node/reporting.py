@@ -141,6 +141,7 @@ STALLS: Mapping[str, tuple[str, str]] = {
 }
 """Why microbatches do not come back, and what to try: by totals of a replica, and what is under way now."""
 UNDER_WAY = ("downstream.calls", "gate.turns")  # these are no totals: they count the present
+STANDS = "no microbatch has come back for "
 STALL_S = 180.0  # a shorter one is not told
 
 
@@ -173,8 +174,8 @@ class Stall:
         if idle and not causes and not stage:
             return None  # a source draws none: it has no text, or its part is done
         why = ", ".join(f"{counts[name]} {STALLS[name][0]}" for name in causes).format(below=stage + 1)
-        what = f"come from stage {stage - 1}" if idle and not causes else "come back"
-        since = f"no microbatch has {what} for {format_duration(now_s - self._since_s)}{': ' * bool(why)}{why}"
+        what = f"no microbatch has come from stage {stage - 1} for " if idle and not causes else STANDS
+        since = f"{what}{format_duration(now_s - self._since_s)}{': ' * bool(why)}{why}"
         hint = STALLS[causes[0]][1] if causes else f"{STATUS} whether that stage has a replica at work"
         return Condition(since[:LONGEST_DETAIL], f"{since}. Try: {hint.format(below=stage + 1)}", "the stall is over")
 
@@ -196,14 +197,14 @@ class MissedMeetings:
         since = {name: round(totals[name] - self._before[name]) for name in ("solo", "declined", "unanswered", "lost")}
         if since["solo"] < self.ALONE:
             return None
-        brief = f"{since['solo']} outer steps in a row were taken alone"
+        text = f"{since['solo']} outer steps in a row were taken alone, though the roster lists {others} more of stage"
         silent = f"had no answer (the last one: {silence})"
         words = {"declined": "proposals were declined", "unanswered": silent, "lost": "meetings broke off"}
         why = [f"{since[name]} {words[name]}" for name in words if since[name]]
         why += [f"{put_off} partners are left alone for now"] * (put_off > 0)
         causes = ", ".join(why) or "none of them was ready when we were"
-        text = f"{brief}, though the roster lists {others} more of stage {stage} at work: {causes}"
-        return Condition(brief, text, "no outer step is taken alone beside others any more")
+        over = "no outer step is taken alone beside others any more"
+        return Condition(text.partition(",")[0], f"{text} {stage} at work: {causes}", over)
 
 
 class DeviceSpeed:
