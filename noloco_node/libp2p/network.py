@@ -57,6 +57,7 @@ from noloco_node.network.bans import crowd_of
 from noloco_node.network.interface import Handler
 from noloco_node.network.schema import Schema
 from noloco_node.network.swarm_clock import CLOCK, LEAST_TOLD
+from noloco_node.tasks import background
 
 logger = logging.getLogger(__name__)
 
@@ -192,17 +193,15 @@ class Libp2pNetwork:
         """Run a relay for each identity, at the ports after our own, and tell the swarm of them; see `relays`."""
         chosen = relays.relay_configs(self._settings, identities)
         pool = relays.RelayPool(self._context, self._tell, self._granted)
-        async with relays.relaying(pool, chosen) as places, asyncio.TaskGroup() as group:
+        key = self._context.secret.key(RELAYS_KEY)
+        async with relays.relaying(pool, chosen) as places:
             self._own_relays = places
-            key = self._context.secret.key(RELAYS_KEY)
-            telling = group.create_task(
-                relays.tell(places, lambda raw, lifetime_s: self.publish(key, self.peer_id, raw, lifetime_s))
-            )
+            told = relays.tell(places, lambda raw, lifetime_s: self.publish(key, self.peer_id, raw, lifetime_s))
             try:
-                yield places
+                async with background(told):
+                    yield places
             finally:
                 self._own_relays = ()
-                telling.cancel()
 
     def statistics(self) -> dict[str, int | float]:
         rejoined = self._rejoined + (0 if self._joined is None else self._joined.rejoined)

@@ -25,7 +25,7 @@ from noloco_node.limits.rate_limit import LimitHook
 from noloco_node.machine.signals import Departure
 from noloco_node.network.calls import HookedNetwork
 from noloco_node.network.interface import PeerNetwork
-from noloco_node.tasks import loop_s, until_event
+from noloco_node.tasks import background, loop_s, until_event
 from noloco_node.units import format_bytes, format_duration
 
 LOOK_EVERY_S = 60.0
@@ -124,16 +124,8 @@ class Sessions:
             network = HookedNetwork(network, hook)
             if self._line_share is not None:
                 hook.share_with_rounds(*self._line_share)
-        async with asyncio.TaskGroup() as group:
-            watching = [
-                group.create_task(self._close(asked, over), name="end of the session"),
-                group.create_task(self._count(network, hook), name="traffic of the month"),
-            ]
-            try:
-                yield network, over
-            finally:
-                for task in watching:
-                    task.cancel()
+        async with background(self._close(asked, over), self._count(network, hook)):
+            yield network, over
 
     def goes_on(self) -> bool:
         """Say whether the hours or the cap ended the last session."""
