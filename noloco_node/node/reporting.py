@@ -31,7 +31,6 @@ class ProgressReporter:
         self._run, self._hops = context.run, HopSample(loop_s())
         self._device, self._speed = context.host.device, DeviceSpeed()
         self._meetings = MissedMeetings()
-        self._warn = context.warn
         self.hops: tuple[tuple[str, int], ...] = ()  # next hops for our record, as `HopSample` has them
 
     async def run(self) -> NoReturn:
@@ -70,8 +69,7 @@ class ProgressReporter:
                 "or its memory is short and the driver moves parts of it to main memory, as it does on Windows (WSL2) "
                 "and on some laptops; end other programs, or serve a smaller stage"
             )
-            self._warn(text)
-            self._reporter.record(events.Noticed(what="device", text=text))
+            self._reporter.notice("device", text)
 
     def _look_at_meetings(self) -> None:
         counts, stage = self._replica.rounds.statistics(), self._replica.stage
@@ -83,8 +81,7 @@ class ProgressReporter:
                 f"{stage}: "
                 f"{self._replica.rounds.silence or 'none of them was ready when we were'}"
             )
-            self._warn(text)
-            self._reporter.record(events.Noticed(what="rounds", text=text))
+            self._reporter.notice("rounds", text)
 
     def record_totals(self) -> None:
         """Journal the totals so far: microbatches by next hop, bytes by purpose."""
