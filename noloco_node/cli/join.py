@@ -132,8 +132,8 @@ async def take_part(
     directory = options.home or default_home("node")
     with (
         Home.open(directory) as home,
-        Journal(home.journal) as journal,
-        Journal(home.evaluations) as evaluations,
+        Journal(home.journal, tell=warn) as journal,
+        Journal(home.evaluations, tell=warn) as evaluations,
         closing(LiveCurves(options.curves, checked_name(options.name), home.curves, warn)) as curves,
         closing(Bar()) as bar,
     ):

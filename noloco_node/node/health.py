@@ -1,6 +1,7 @@
 """Tells the owner what goes wrong around a node: when it begins, every few minutes while it lasts, and at its end.
 
 - a stage that no peer serves: which, since when, and what to do. Nothing is lost here, and training resumes by itself;
+- a training that stands still, and rounds that meet nobody: why, as the counts of the time since say;
 - an old roster: the DHT cannot be read, or no other peer publishes. Peers are still called as they were last seen;
 - a clock that differs by more than a minute from the time by which the peers go;
 - a machine that slept, a process that stood still, a clock that was set. Then the node publishes and reads at once, and
@@ -185,7 +186,10 @@ def _served(roster: Roster) -> tuple[bool, ...]:
 
 
 class HealthMonitor:
-    """Checks clocks and roster every few seconds while it runs. `forgive(seconds)`: suspect no peer for so long."""
+    """Checks clocks and roster every few seconds while it runs.
+
+    `forgive(seconds)`: suspect no peer for so long. `of_training`: returns the conditions of the training.
+    """
 
     def __init__(
         self,
@@ -195,8 +199,10 @@ class HealthMonitor:
         ahead_s: Callable[[], float],
         asleep_s: Callable[[], float],
         forgive: Callable[[float], None],
+        of_training: Callable[[], Mapping[str, Condition]] = dict,
     ) -> None:
         self._membership, self._reporter, self._forgive = membership, reporter, forgive
+        self._of_training = of_training
         self._unix_time, self._ahead_s, self._asleep_s = unix_time, ahead_s, asleep_s
         self._clocks = self._look_at_clocks()
         self._served_now = Derived(lambda: membership.roster, _served)
@@ -261,4 +267,7 @@ class HealthMonitor:
             empty_s = now_s - self._empty_since.setdefault(number, now_s)
             if number in self._served or empty_s >= NEVER_SERVED_S:
                 found[f"stage {number}"] = deserted(number, empty_s, len(roster.stage(number)))
-        return found
+        training = {} if over else dict(self._of_training())
+        if found and "stall" not in self._said:
+            training.pop("stall", None)  # the stage without replicas says it
+        return found | training

@@ -27,7 +27,7 @@ from noloco_node.network.calls import HookedNetwork
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.timeouts import DialTimeouts
 from noloco_node.node import assignment as assignments
-from noloco_node.node.health import HealthMonitor
+from noloco_node.node.health import Condition, HealthMonitor
 from noloco_node.node.join import Start, join
 from noloco_node.node.node_context import NodeContext, NodeOptions, StageRequest
 from noloco_node.node.replica import Replica
@@ -101,7 +101,13 @@ class Node:
                 lambda text, over: reporter.record(events.Noticed(what=events.DISK, text=text, over=over)),
             ),
             health=HealthMonitor(
-                membership, reporter, host.unix_time, host.clock_ahead_s, host.asleep_s, self._forgive
+                membership,
+                reporter,
+                host.unix_time,
+                host.clock_ahead_s,
+                host.asleep_s,
+                self._forgive,
+                self._conditions,
             ),
             shut_out=bans.shut_out,
             snapshots=snapshots,
@@ -237,9 +243,8 @@ class Node:
         return await until_event(leave, join(self._context, StageRequest(move.origin)))
 
     def _forgive(self, seconds: float) -> None:
-        """Suspect no peer of the next stage for so long, and no partner until now, since we were away ourselves."""
-        if self.replica is None:
-            return
-        self.replica.rounds.forgive()
-        if self.replica.next_stage is not None:
-            self.replica.next_stage.forgive(seconds)
+        if self.assignment is not None:
+            self.assignment.forgive(seconds)
+
+    def _conditions(self) -> dict[str, Condition]:
+        return {} if self.assignment is None else self.assignment.conditions()
