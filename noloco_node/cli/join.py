@@ -160,7 +160,7 @@ async def take_part(
             meter, observers = energy_meter(torch_device), (curves.take, observe)
             recorder = Recorder(journal, evaluations, views, torch_device, meter, observers)
             recorder.record_energy()  # by it readers of the journal know that this total begins anew
-            reporter = Reporter(record=recorder.record, say=say, draw=bar.draw, warn=warn)
+            reporter = Reporter(record=recorder.record, say=say, draw=bar.draw, warns=warn)
             asked = [each.peer for each in met]
             participant = _Participant(
                 access, options, home, torch_device, reporter, leaving, views, sessions, asked, prepare or machine_for
