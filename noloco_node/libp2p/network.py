@@ -44,11 +44,11 @@ from noloco_node.libp2p.daemon import MOST_DEATHS, DaemonConfig, arguments, priv
 from noloco_node.libp2p.dht_records import DhtRecords
 from noloco_node.libp2p.hivemind_compat import (
     DaemonClient,
-    PeerId,
     daemon_trouble,
     load_hivemind,
 )
 from noloco_node.libp2p.reachability import preflight, preflight_goal
+from noloco_node.libp2p.record_holders import PeerId
 from noloco_node.libp2p.relays import Grant, granted
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret, ensure_identity
 from noloco_node.libp2p.stream import Stream
