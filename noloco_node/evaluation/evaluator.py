@@ -118,7 +118,7 @@ class EvaluatorContext:
     busy_s: Callable[[], float]
     is_ending: Callable[[], bool]
     reporter: Reporter
-    routed: bool = False
+    routed: bool
 
 
 class _Material(NamedTuple):

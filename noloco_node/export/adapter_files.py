@@ -26,7 +26,7 @@ class AdapterExport(NamedTuple):
     base: Path | None = None
 
 
-def base_files(recipe: RunFileText, homes: Sequence[Path], given: Path | None = None) -> list[Path]:
+def base_files(recipe: RunFileText, homes: Sequence[Path], given: Path | None) -> list[Path]:
     """Return the files of the model that a run adapts; none where they are not here, or the run trains all weights.
 
     Raises `UserError` (CONFIG) if the directory that a person has `given` holds others.

@@ -189,9 +189,10 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
     def stage(self, number: int) -> tuple[PeerRecord, ...]:
         return self.stages[number]
 
-    def stage_read_at(self, number: int) -> float:
-        """Return when the records of a stage were read (loop seconds)."""
-        return self.stages_read_at[number] if self.stages_read_at else self.read_at
+    @property
+    def sources_read_at(self) -> float:
+        """When the records of stage 0 were read (loop seconds)."""
+        return self.stages_read_at[0] if self.stages_read_at else self.read_at
 
     def size(self, number: int) -> StageSize:
         """Return how many replicas a stage has."""
