@@ -316,11 +316,11 @@ async def test_a_node_that_starts_while_we_join_is_asked_again(wait_s: int, sile
     nodes, doors = Neighbourhood([some_peer(rng) for _ in range(9)]), [some_peer(rng) for _ in silences]
     asked = Counter[Any]()
 
-    async def ping(peer: Any) -> bool:
+    async def call_ping(peer: Any) -> Any:
         asked[peer] += 1
-        return asked[peer] > silences[doors.index(peer)]
+        return id_of(peer) if asked[peer] > silences[doors.index(peer)] else None
 
-    nodes.node.ping = ping
+    nodes.protocol.call_ping = call_ping
     assert await nodes.node.join(doors, wait_s + 0.5) == any(each <= wait_s for each in silences)
 
 
