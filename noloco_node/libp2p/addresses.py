@@ -292,8 +292,9 @@ class KnownPeers:
     Of more the address prefix that has most of them loses the one met longest ago: names are free.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, met: Iterable[PeerAddress] = ()) -> None:
         self._places: dict[str, PeerAddress] = {}
+        self.note(met)
 
     def note(self, addresses: Iterable[PeerAddress]) -> None:
         """Remember these as the latest. A peer met through a relay alone has no place that can be dialled."""

@@ -10,7 +10,8 @@ Fewer than `LEAST_TOLD` answers move nobody, except that of a peer by which we j
 nothing is decided, what was decided last stays.
 
 Between two answers the clock runs by the time since the machine was started, which nobody sets and which goes on while
-the machine sleeps.
+the machine sleeps. A virtual machine that was paused has lost that time, too: then its answers of before are wrong, and
+more peers are asked at once (`is_doubted`).
 """
 
 from __future__ import annotations
@@ -87,6 +88,14 @@ class SwarmClock:
             if len(self._told) > MOST_TOLD:
                 del self._told[next(iter(self._told))]
             self.settle()
+
+    def is_doubted(self) -> bool:
+        """Say whether this machine's time of day, or the latest answer, differs from the time that counts."""
+        with self._changing:
+            self._settle()
+            latest = [each.offset_s for each in self._told.values()][-1:]
+            found = [self._wall_s() - self._since_start_s(), *latest]
+            return any(abs(each - self._offset_s) >= CLOCK_DOUBT_S for each in found)
 
     def settle(self) -> None:
         """Decide by the latest answers whose time counts."""

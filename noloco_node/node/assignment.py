@@ -139,9 +139,9 @@ class Assignment:
 
     async def _run(self, leave: asyncio.Event) -> AssignmentEnd:
         context, services = self._context, self._services
-        keeping = supervised("the keeping of snapshots", self._keep_snapshots, context.warn)
-        async with aclosing(self.replica), background(services.writer.run()), background(keeping):
-            async with background(supervised("the report of progress", self._progress.run, context.warn)):
+        keeping = supervised("the keeping of snapshots", self._keep_snapshots, self._reporter.warn)
+        async with aclosing(self.replica), background(services.writer.run(), keeping):
+            async with background(supervised("the report of progress", self._progress.run, self._reporter.warn)):
                 try:
                     ending = await self.train(leave)
                     self._progress.record_totals()

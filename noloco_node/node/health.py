@@ -23,7 +23,6 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import NamedTuple, NoReturn
 
-from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter
 from noloco_node.machine.system import counts_sleep
 from noloco_node.network.swarm_clock import CLOCK_DOUBT_S
@@ -204,7 +203,6 @@ class HealthMonitor:
     ) -> None:
         self._membership, self._reporter, self._forgive = membership, reporter, forgive
         self._of_training = of_training
-        self._warn = reporter.warn or reporter.say
         self._unix_time, self._ahead_s, self._asleep_s = unix_time, ahead_s, asleep_s
         self._clocks = self._look_at_clocks()
         self._served_now = Derived(lambda: membership.roster, _served)
@@ -229,8 +227,7 @@ class HealthMonitor:
         sleeps = counts_sleep(asyncio.get_running_loop())
         happened = compare(before, self._clocks, expected_s, loop_counts_sleep=sleeps)
         for happening in happened:
-            self._warn(sentence(happening))
-            self._reporter.record(events.Noticed(what=str(happening.kind), text=sentence(happening)))
+            self._reporter.notice(str(happening.kind), sentence(happening))
         if happened:
             self._membership.publish_now()
         if any(happening.kind is not JumpKind.CLOCK_SET or happening.seconds > 0.0 for happening in happened):
@@ -245,8 +242,7 @@ class HealthMonitor:
         spoken, said = warnings_due(known, self._conditions, self._clocks.loop_s)
         self._said = said | kept
         for what, text, over in spoken:
-            (self._reporter.say if over else self._warn)(text)
-            self._reporter.record(events.Noticed(what=what, text=text, over=over))
+            self._reporter.notice(what, text, over=over)
 
     def _look_at_clocks(self) -> ClockSample:
         return ClockSample(loop_s(), self._unix_time() + self._ahead_s(), self._asleep_s())

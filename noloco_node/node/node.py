@@ -96,7 +96,7 @@ class Node:
             writer=CheckpointWriter(
                 host.save,
                 reporter.say,
-                context.warn,
+                reporter.warn,
                 options.save_every_s,
                 lambda text, over: reporter.record(events.Noticed(what=events.DISK, text=text, over=over)),
             ),
@@ -141,8 +141,8 @@ class Node:
         context = self._context
         network, record = context.network, context.reporter.record
         self._addresses = (await network.addresses())[:MOST_ADDRESSES]
-        health = supervised("the watch over this node", self._services.health.run, context.warn)
-        async with background(context.membership.run()), background(health):
+        health = supervised("the watch over this node", self._services.health.run, context.reporter.warn)
+        async with background(context.membership.run(), health):
             await network.serve(run_distribution.TOPIC, run_distribution.SCHEMA, context.run_file.serve)
             answer = violations_journalled(record, speed_test.TOPIC, speed_test.SpeedTestService().answer)
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, answer)

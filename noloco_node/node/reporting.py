@@ -35,7 +35,6 @@ class ProgressReporter:
         self._run, self._hops = context.run, HopSample(loop_s())
         self._device, self._speed = context.host.device, DeviceSpeed()
         self._meetings, self._stall = MissedMeetings(), Stall()
-        self._warn = context.warn
         self.hops: tuple[tuple[str, int], ...] = ()  # next hops for our record, as `HopSample` has them
 
     async def run(self) -> NoReturn:
@@ -73,8 +72,7 @@ class ProgressReporter:
                 "or its memory is short and the driver moves parts of it to main memory, as it does on Windows (WSL2) "
                 "and on some laptops; end other programs, or serve a smaller stage"
             )
-            self._warn(text)
-            self._reporter.record(events.Noticed(what="device", text=text))
+            self._reporter.notice("device", text)
 
     def conditions(self) -> dict[str, Condition]:
         """Return why no microbatch comes back, and why no partner is met, where either has lasted."""

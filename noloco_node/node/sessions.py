@@ -17,6 +17,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import datetime
+from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from noloco_node.errors import Exit, UserError, causes, user_error_of
@@ -25,7 +26,7 @@ from noloco_node.limits.rate_limit import LimitHook
 from noloco_node.machine.signals import Departure
 from noloco_node.network.calls import HookedNetwork
 from noloco_node.network.interface import PeerNetwork
-from noloco_node.tasks import loop_s, until_event
+from noloco_node.tasks import background, loop_s, until_event
 from noloco_node.units import format_bytes, format_duration
 
 LOOK_EVERY_S = 60.0
@@ -62,12 +63,12 @@ def off_reason(limits: OwnerLimits, spent: MonthUsage, now: datetime) -> OffReas
 
 
 class Sessions:
-    """The sessions of one node. `now`: the time of day here."""
+    """The sessions of one node. `traffic`: keeps what was sent and received. `now`: the time of day here."""
 
     def __init__(
-        self, limits: OwnerLimits, ledger: TrafficLedger, now: Callable[[], datetime], say: Callable[[str], None]
+        self, limits: OwnerLimits, traffic: Path, now: Callable[[], datetime], say: Callable[[str], None]
     ) -> None:
-        self._limits, self._ledger, self._now, self._say = limits, ledger, now, say
+        self._limits, self._ledger, self._now, self.say = limits, TrafficLedger(traffic, now, say), now, say
         self._ended_for: OffReason | None = None
         self._hook: LimitHook | None = None
         self._line_share: tuple[str, float] | None = None
@@ -86,7 +87,7 @@ class Sessions:
                 said = reason.why
                 now = self._now()
                 until = datetime.fromtimestamp(now.timestamp() + reason.for_s, now.tzinfo)
-                self._say(f"{reason.why}: waiting until {until:%Y-%m-%d %H:%M}, Ctrl-C leaves now")
+                self.say(f"{reason.why}: waiting until {until:%Y-%m-%d %H:%M}, Ctrl-C leaves now")
             await asyncio.sleep(min(max(reason.for_s, 0.01), LOOK_EVERY_S))
 
     def lasts_s(self) -> float:
@@ -98,10 +99,9 @@ class Sessions:
 
     async def pause(self, for_s: float) -> None:
         """Wait so long, or until the node may not work any more."""
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + for_s
+        until_s = loop_s() + for_s
         while True:
-            left_s = min(until_s - loop.time(), self.lasts_s())
+            left_s = min(until_s - loop_s(), self.lasts_s())
             if left_s <= 0.0:
                 return
             await asyncio.sleep(min(max(left_s, 0.01), LOOK_EVERY_S))
@@ -124,16 +124,8 @@ class Sessions:
             network = HookedNetwork(network, hook)
             if self._line_share is not None:
                 hook.share_with_rounds(*self._line_share)
-        async with asyncio.TaskGroup() as group:
-            watching = [
-                group.create_task(self._close(asked, over), name="end of the session"),
-                group.create_task(self._count(network, hook), name="traffic of the month"),
-            ]
-            try:
-                yield network, over
-            finally:
-                for task in watching:
-                    task.cancel()
+        async with background(self._close(asked, over), self._count(network, hook)):
+            yield network, over
 
     def goes_on(self) -> bool:
         """Say whether the hours or the cap ended the last session."""
@@ -144,7 +136,7 @@ class Sessions:
             reason = off_reason(self._limits, self._ledger.spent, self._now())
             if reason is not None:
                 self._ended_for = reason
-                self._say(f"{reason.why}: leaving politely")
+                self.say(f"{reason.why}: leaving politely")
                 break
             wait_s = LOOK_EVERY_S if self._limits.monthly_cap_bytes is None else COUNT_EVERY_S
             if self._limits.hours is not None:
@@ -200,21 +192,18 @@ def cause(trouble: UserError) -> str:
     return f"{trouble.what.rstrip('.')} ({first.strip()}{more})"
 
 
-async def live_in_sessions(
-    sessions: Sessions, leaving: Departure, opened: Opened, take_part: TakePart, say: Callable[[str], None]
-) -> None:
+async def live_in_sessions(sessions: Sessions, leaving: Departure, opened: Opened, take_part: TakePart) -> None:
     """Take part in one session after another until the run is over or we are asked to leave; raise what ends the node.
 
     `opened` opens the network of a session. From the second session on we leave at once when asked, even while we wait
     for the hours, for a network that opens, or for a pause to end.
     """
-    loop, asked = asyncio.get_running_loop(), leaving.asked
-    returns, failures = False, 0
+    asked, returns, failures = leaving.asked, False, 0
     while True:
         await until_event(asked, sessions.begin())
         if asked.is_set():
             return
-        begun_s = loop.time()
+        begun_s = loop_s()
         try:
             await _one_session(sessions, asked, opened, take_part)
         except Exception as error:
@@ -228,12 +217,12 @@ async def live_in_sessions(
                 return
             leaving.polite, returns, failures = True, True, 0
             continue
-        failures = 1 if loop.time() - begun_s >= STEADY_S else failures + 1
+        failures = 1 if loop_s() - begun_s >= STEADY_S else failures + 1
         wait_s = pause_s(failures)
         if wait_s < sessions.lasts_s():
-            say(f"{what}: trying again in {format_duration(wait_s)}, Ctrl-C leaves now")
+            sessions.say(f"{what}: trying again in {format_duration(wait_s)}, Ctrl-C leaves now")
         else:
-            say(f"{what}: no time is left to try again in this session")
+            sessions.say(f"{what}: no time is left to try again in this session")
         await until_event(asked, sessions.pause(wait_s))
         if not sessions.lasts_s():
             failures = 0
@@ -241,15 +230,14 @@ async def live_in_sessions(
 
 async def _one_session(sessions: Sessions, asked: asyncio.Event, opened: Opened, take_part: TakePart) -> None:
     """Take part in one session; give up if we are asked to leave before the network is open."""
-    loop = asyncio.get_running_loop()
 
     async def give_up(way_in: asyncio.Timeout) -> None:
         await asked.wait()
-        way_in.reschedule(loop.time())
+        way_in.reschedule(loop_s())
 
     try:
         async with asyncio.timeout(None) as way_in:
-            watch = loop.create_task(give_up(way_in), name="way in")
+            watch = asyncio.create_task(give_up(way_in), name="way in")
             try:
                 async with opened() as whole, sessions.session(whole, asked) as (network, leave):
                     watch.cancel()  # `leave` is heeded from now on

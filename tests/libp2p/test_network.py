@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from random import Random
 from typing import Any, cast
 
 import msgspec
@@ -47,7 +46,7 @@ from noloco_node.libp2p.relays import Grant
 from noloco_node.libp2p.settings import NetworkSettings, Reachability, TimeoutSettings, ensure_identity
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema, TensorSpec
-from noloco_node.network.swarm_clock import CLOCK, SwarmClock
+from noloco_node.network.swarm_clock import CLOCK
 
 pytestmark = pytest.mark.network
 
@@ -349,29 +348,6 @@ async def test_records_are_found_by_the_time_that_others_tell(monkeypatch: pytes
         assert await one.read("key") == {other.peer_id: b"x"}
     monkeypatch.undo()
     assert abs(CLOCK.ahead_s()) < 1.0
-
-
-@given(
-    st.integers(0, 2**32),
-    st.sampled_from(["/ip4/8.8.8.{}/tcp/1", "/ip4/9.9.9.9/tcp/{}/p2p/relay/p2p-circuit"]),
-)
-def test_many_names_of_one_place_move_no_clock(seed: int, crowd: str) -> None:
-    """Nor does a peer that has many connections. A household counts by its peers, and a door by itself."""
-    honest = [PeerAddress(f"/ip4/7.7.{number}.7/tcp/1", f"honest {number}") for number in range(6)]
-    honest += [PeerAddress(f"/ip4/192.168.1.{number}/tcp/1", f"at home {number}") for number in range(3)]
-    present = [*honest, *(PeerAddress(crowd.format(number), f"liar {number}") for number in range(1, 99))]
-    present += [PeerAddress(f"/ip4/192.168.1.99/tcp/{port}", "liar at home") for port in range(50)]
-    now_s, rng = 0.0, Random(seed)
-    clock = SwarmClock(lambda: 1.8e9 + now_s, lambda: now_s)
-    for look in range(200):
-        now_s += 60.0
-        rng.shuffle(present)
-        asked = libp2p_network.voices(present, ["honest 0"])
-        assert len(asked) == len(honest) + 2
-        voice, told = asked[look % len(asked)]
-        assert (voice == told.peer) == (told.peer == "honest 0" or "home" in told.peer)
-        clock.note(voice, 1.8e9 + now_s + 1e6 * told.peer.startswith("liar"))
-        assert look < len(asked) or clock.ahead_s() == pytest.approx(0.0, abs=1.0)
 
 
 async def test_two_parts_of_a_swarm_that_were_cut_apart_find_each_other_though_either_is_complete(

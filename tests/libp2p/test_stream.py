@@ -593,6 +593,17 @@ async def test_one_peer_cannot_take_the_room_of_all_by_streams_that_only_linger(
     assert (await other.receive()).text == "hello"
 
 
+@run_by(scene, echo, gives=1, capacity=Capacity(conversations=4, per_peer=1, per_prefix=2))
+async def test_many_names_behind_relays_leave_room_to_others(line: Line) -> None:
+    crowd = [line.call(f"name {n}", f"/ip4/8.8.{n}.8/tcp/1/p2p/x/p2p-circuit") for n in range(6)]
+    for stream in crowd[2:]:
+        with pytest.raises(ConnectionResetError, match="busy with 2 conversations from relays"):
+            await stream.receive()
+    other = line.call("honest", "/ip4/8.8.9.1/tcp/1")
+    await other.send(Ask(text="hello"))
+    assert (await other.receive()).text == "hello"
+
+
 @run_by(scene, echo, gives=1, capacity=Capacity(conversations=8, per_peer=1, per_prefix=3))
 async def test_many_names_of_one_place_cannot_take_the_room_of_all_by_streams_that_only_linger(line: Line) -> None:
     """A caller that hears nothing of a refusal, or pretends so, holds its stream for half a minute."""

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_node.journal import events
+from noloco_node.machine.interface import Reporter
 from noloco_node.node.reporting import (
     STALLS,
     UNDER_WAY,
@@ -71,9 +72,8 @@ async def test_a_slow_device_is_said_and_journalled() -> None:
         options=SimpleNamespace(refresh_s=60.0),
         membership=None,
         network=None,
-        reporter=SimpleNamespace(record=recorded.append),
+        reporter=Reporter(record=recorded.append, say=said.append),
         host=SimpleNamespace(device=device),
-        warn=said.append,
     )
     replica: Any = SimpleNamespace(worker=SimpleNamespace(statistics=lambda: statistics))
     reporter = ProgressReporter(cast(Any, context), replica, lambda: PeerState.TRAINING)
