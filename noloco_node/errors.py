@@ -98,8 +98,12 @@ def reason_of(error: Exception) -> str:
 
 
 def one_line(error: object, most: int = 500) -> str:
-    """Return what an error says in one line of at most so many letters; of one that says nothing, its kind."""
-    return " ".join(str(error).split())[:most] or type(error).__name__
+    """Return what an error says in one line of at most so many letters; of one that says nothing, its kind.
+
+    The letters are printable, for an error may quote a stranger.
+    """
+    text = "".join(letter if letter.isprintable() else " " for letter in str(error)[: 4 * most])
+    return " ".join(text.split())[:most] or type(error).__name__
 
 
 @contextmanager

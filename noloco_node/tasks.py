@@ -18,14 +18,15 @@ def loop_s() -> float:
 
 
 @asynccontextmanager
-async def background(background: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run something beside the body, end it with the body, and let its failure end the body."""
+async def background(*beside: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run these beside the body, end them with the body, and let a failure of theirs end the body."""
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(background)
+        tasks = [group.create_task(each) for each in beside]
         try:
             yield
         finally:
-            task.cancel()
+            for task in tasks:
+                task.cancel()
 
 
 async def supervised(what: str, look: Callable[[], Awaitable[None]], complain: Callable[[str], None]) -> None:

@@ -331,6 +331,7 @@ class AdmissionWindow:
             "pace_s": self._pace_s,
             "windows": self.steps,
             "deferred": self.turns.deferred,
+            "turns": self.turns.waiting,
             **{name: self._counts[name] for name in ("admitted", "given_back", "stale")},
             **{f"refused_{reason}": self._counts[f"refused_{reason}"] for reason in ("full", "gossiping", "leaving")},
         }

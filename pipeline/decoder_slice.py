@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeline.adapters.lora import Adapter
+from pipeline.adapters.settings import AdapterConfig
 
 WRITERS = frozenset(
     {"o_proj", "out_proj", "dense", "wo", "down_proj", "dense_4h_to_h", "c_proj", "fc2", "fc_out", "w2"}
@@ -124,7 +124,7 @@ class Cut(NamedTuple):
     embeds: bool
     head: bool
     subspace: Subspace | None = None
-    adapter: Adapter | None = None
+    adapter: AdapterConfig | None = None
 
 
 class DecoderParts(NamedTuple):

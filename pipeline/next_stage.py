@@ -202,7 +202,7 @@ class NextStage:
         names = ["gradients", "lost_unreachable", "lost_given_up", "lost_broken"]
         names += [f"refused_{reason.name.lower()}" for reason in Reason]
         totals: dict[str, int | float] = {name: self._counts[name] for name in names}
-        return totals | {"waiting": len(self._waits), "suspects": len(self.suspects)}
+        return totals | {"waiting": len(self._waits), "calls": self._standing.calls, "suspects": len(self.suspects)}
 
     def _given_up(self, search: _Search) -> bool:
         """Note since when the roster has been empty; say whether that is too long."""

@@ -15,6 +15,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -25,7 +26,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from pipeline.adapters import frozen_weights
-from pipeline.adapters.lora import Adapter, FrozenSize, adapt, begin, frozen_size, targets_of
+from pipeline.adapters.lora import FrozenSize, adapt, begin, frozen_size, targets_of
+from pipeline.adapters.settings import AdapterConfig
 from pipeline.decoder_slice import (
     Cut,
     DecoderParts,
@@ -261,7 +263,7 @@ def build(prepared: Prepared, cut: Cut, seed: int, device: torch.device | str = 
         embedding = whole.get_submodule(anatomy.embedding)
         part = _slice_decoder(whole, anatomy, cut)
         if cut.adapter is not None:
-            begin(part, cut.adapter, device)
+            begin(part, seed, device)
             return part.to(device)
         initialise(whole, anatomy, seed, tied_to=embedding if prepared.tied and cut.head else None)
     return part.to(device)
@@ -422,7 +424,7 @@ def verify_subspace(config: Config) -> None:
 
 
 @torch.no_grad()
-def verify_adapters(config: Config, adapter: Adapter) -> None:
+def verify_adapters(config: Config, adapter: AdapterConfig) -> None:
     """Check, at tiny sizes, that a family computes the same with frozen weights; raise ValueError naming it.
 
     Adapters that have not been trained add nothing.
@@ -430,7 +432,7 @@ def verify_adapters(config: Config, adapter: Adapter) -> None:
     prepared = prepare(tiny_config(config))
     (piece,) = cut(prepared.config, 1, sequence_length=8)
     whole = build(prepared, piece, seed=0).eval()
-    part = build(prepared, piece._replace(adapter=adapter._replace(base="float32")), seed=0).eval()
+    part = build(prepared, piece._replace(adapter=replace(adapter, base="float32")), seed=0).eval()
     frozen_weights.load(part, whole.named_parameters())
     ids = torch.arange(16).remainder(7).view(2, 8)
     expected = whole(ids)

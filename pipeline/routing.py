@@ -273,6 +273,11 @@ class Standing:
         if busy:
             self._busy.add(peer)
 
+    @property
+    def calls(self) -> int:
+        """How many calls have no answer yet."""
+        return self._in_hand.total()
+
     def by_others(self, peer: str) -> int:
         """Return how many gradients other replicas have returned."""
         return self._gradients - self.totals.get(peer, HopTotals()).succeeded

@@ -126,7 +126,9 @@ class Worker:
         reply: Reply = Refused(reason=Reason.EXPIRED)
         if deadline_s > asyncio.get_running_loop().time():
             try:
-                slot: Slot | Refused | None = self._too_late(deadline_s) or self._gate.enter_at_once(sender)
+                slot: Slot | Refused | None = self._too_late(deadline_s)
+                self._counts["refused_late"] += slot is not None
+                slot = slot or self._gate.enter_at_once(sender)
                 if slot is None:
                     slot = await within(deadline_s, self._gate.enter(sender))
                 if isinstance(slot, Refused):
@@ -201,7 +203,7 @@ class Worker:
         self._counts["counted_twice"] += 1
 
     def statistics(self) -> dict[str, int | float]:
-        names = ("succeeded", "expired", "no_route", "counted_twice", "shortages")
+        names = ("succeeded", "expired", "no_route", "counted_twice", "shortages", "refused_late")
         return {**{name: self._counts[name] for name in names}, "device_s": self.device_s}
 
     def _note_shortage(self) -> None:

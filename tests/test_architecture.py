@@ -28,7 +28,7 @@ TOP_ORDER = """
 INNER_ORDERS = {
     "gossip": "rule settings | interface | exchange | rounds transfer",
     "noloco_node.libp2p": """
-        addresses settings node_search short_answers | hivemind_compat | daemon stream record_checks record_holders |
+        addresses settings short_answers | record_holders | call_rules | hivemind_compat | daemon stream record_checks |
         switchboard | control | dht_records | relays reachability | network
     """,
     "noloco_node.sim": "clock hardware network | scenario | peer | fault_injection | world | report",

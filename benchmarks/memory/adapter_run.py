@@ -17,9 +17,10 @@ import torch
 from gossip.exchange.codec import OwnWeights, encode
 from noloco_node.planning.model_layout import make_stage, model_layout
 from noloco_node.planning.plan import plan
-from noloco_node.run.config import AdapterConfig, ModelConfig, PipelineConfig, RunConfig
+from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
 from noloco_node.units import format_bytes
-from pipeline.adapters.frozen_weights import NF4_BLOCK, Form
+from pipeline.adapters.frozen_weights import NF4_BLOCK
+from pipeline.adapters.settings import AdapterConfig, Form
 
 LARGE = {
     "hidden_size": 4096,

@@ -24,7 +24,8 @@ from noloco_node.machine.memory import SavedTensors
 from noloco_node.node.stage_benchmark import LOGITS_BESIDE
 from noloco_node.planning.graph_memory import graph_bytes
 from noloco_node.planning.model_layout import ModelLayout, build_stage, make_stage, model_layout
-from noloco_node.run.config import NO_ADAPTER, AdapterConfig, ModelConfig, PipelineConfig, RunConfig
+from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
+from pipeline.adapters.settings import NO_ADAPTER, AdapterConfig
 from pipeline.forward_pass import StageSettings
 from pipeline.inner_step import InnerConfig
 from pipeline.stage import Stage

@@ -22,10 +22,10 @@ import torch
 from noloco_node.machine.device import autocast_dtype
 from noloco_node.planning.model_layout import make_stage, model_layout
 from noloco_node.planning.plan import memories
-from noloco_node.run.config import NO_ADAPTER, AdapterConfig, ModelConfig, PipelineConfig, RunConfig
+from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
 from noloco_node.units import format_bytes
 from pipeline.activation_codec import encode
-from pipeline.adapters.frozen_weights import Form
+from pipeline.adapters.settings import NO_ADAPTER, AdapterConfig, Form
 from pipeline.messages import ACTIVATION_CODECS
 
 

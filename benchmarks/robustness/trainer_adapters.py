@@ -39,8 +39,8 @@ from noloco_node.cli.main import app
 from noloco_node.export.continue_run import continuing_text
 from noloco_node.journal.events import Event, InnerStep
 from noloco_node.journal.reader import read
-from noloco_node.run.config import AdapterConfig
 from noloco_node.swarm.invite import SCHEME
+from pipeline.adapters.settings import AdapterConfig
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_with_trainer.py"
 LOCAL = "/ip4/127.0.0.1/tcp/0"

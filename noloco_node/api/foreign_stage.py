@@ -83,7 +83,7 @@ def _differences(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Te
 
 
 @torch.no_grad()
-def frozen_digests(module: nn.Module, prefix: str = "") -> dict[str, str]:
+def frozen_digests(module: nn.Module, prefix: str) -> dict[str, str]:
     """Return, by name, digests of what a module has and does not train; names begin with `prefix`.
 
     The first 8 hexadecimal digits are of the SHA-256 over the shape and some thousand values at equal distances, taken
@@ -226,7 +226,7 @@ class StepSignal:
 
     def __init__(self, run: RunConfig, stage: ForeignStage) -> None:
         batch, length = run.pipeline.ids_shape
-        self._sequences, self._stage = torch.zeros((batch, length + 1), dtype=torch.int64), stage
+        self._sequences, self.stage = torch.zeros((batch, length + 1), dtype=torch.int64), stage
         self._changed = asyncio.Event()
 
     def look(self) -> None:
@@ -235,7 +235,7 @@ class StepSignal:
 
     async def draw(self) -> Tensor:
         # What counts is the stage: a microbatch may be lost, where a node joins its stage again.
-        while not self._stage.has_news:
+        while not self.stage.has_news:
             self._changed.clear()
             await self._changed.wait()
         return self._sequences
@@ -254,17 +254,11 @@ class ForeignHost(HostDisk):
     """What the program gives to a node: its thread, its module, the home on the disk; to be closed."""
 
     def __init__(
-        self,
-        request: MachineRequest,
-        stage: ForeignStage,
-        thread: TrainingThread,
-        clock: IterationClock,
-        signal: StepSignal,
-        peer: str,
+        self, request: MachineRequest, signal: StepSignal, thread: TrainingThread, clock: IterationClock, peer: str
     ) -> None:
         super().__init__(request, peer)
-        self._stage, self._signal = stage, signal
-        stage.discard()  # a microbatch of the node before us is lost
+        self._signal = signal
+        signal.stage.discard()  # a microbatch of the node before us is lost
         self.device = clock.device(thread)
         store = weight_store(request)
         assert store is not None, "the run file of a foreign module lists its first weights"
@@ -274,7 +268,7 @@ class ForeignHost(HostDisk):
         self.device.close()
 
     def build(self, stage: int) -> ForeignStage:
-        return self._stage
+        return self._signal.stage
 
     async def open_text(self) -> StepSignal:
         return self._signal

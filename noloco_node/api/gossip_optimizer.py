@@ -48,7 +48,6 @@ class GossipOptimizer(Leaves, optim.Optimizer):
         named = str(device) if device.type in ("cpu", "cuda", "mps") else "cpu"
         found, read = parsed(invite, {**options, "stage": 0, "device": named})
         self._training, self._clock = TrainingThread(), IterationClock()
-        self._stage: foreign_stage.ForeignStage | None = None
         self._signal: foreign_stage.StepSignal | None = None
         self._node = NodeThread(found, read, partial(self._prepare, module, parameters), self._training.wake)
         GossipOptimizer._alive = self
@@ -91,9 +90,9 @@ class GossipOptimizer(Leaves, optim.Optimizer):
                 why="its budget of steps is used up; a step now would be in nobody's weights",
                 hint="end the loop once optimizer.finished is true, then call optimizer.leave()",
             )
-        stage, signal = self._stage, self._signal
-        assert stage is not None, "the node trains"
-        assert signal is not None
+        signal = self._signal
+        assert signal is not None, "the node trains"
+        stage = signal.stage
         self._clock.end()
         if loss is not None:
             self.note_loss(float(loss.detach() if isinstance(loss, Tensor) else loss))
@@ -157,8 +156,8 @@ class GossipOptimizer(Leaves, optim.Optimizer):
 
     def note_loss(self, loss: float) -> None:
         """Let others see this loss from the next step on; for loops that do not know it at each step."""
-        if self._stage is not None:
-            self._stage.loss_said = loss
+        if self._signal is not None:
+            self._signal.stage.loss_said = loss
 
     def catch_up(self) -> None:
         """Do what waits for this thread: add a correction, begin a round, give a newcomer its copy.
@@ -190,9 +189,9 @@ class GossipOptimizer(Leaves, optim.Optimizer):
         (shapes,) = layout.shapes
         foreign_stage.check_module(shapes, parameters)
         foreign_stage.check_frozen(run, module)
-        stage = self._stage = foreign_stage.ForeignStage([parameters[name] for name in shapes], self._clock)
+        stage = foreign_stage.ForeignStage([parameters[name] for name in shapes], self._clock)
         signal = self._signal = foreign_stage.StepSignal(run, stage)
-        return Machine(layout, partial(foreign_stage.ForeignHost, request, stage, self._training, self._clock, signal))
+        return Machine(layout, partial(foreign_stage.ForeignHost, request, signal, self._training, self._clock))
 
     def _refuse_second(self) -> None:
         if GossipOptimizer._alive is not None and GossipOptimizer._alive._node.is_ours:

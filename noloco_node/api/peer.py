@@ -99,7 +99,7 @@ class NodeThread(LoopThread[None]):
         self,
         invite: Invite,
         options: JoinOptions,
-        prepare: PrepareMachine | None = None,
+        prepare: PrepareMachine | None,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.state: PeerState | None = None  # the state that the node announces; None until it has found the run

@@ -42,7 +42,7 @@ from noloco_node.swarm.invite import KeptInvite, from_where, met_before
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import HISTORY_SCHEMA, HISTORY_TOPIC, SCHEMA, TOPIC, RunFileText, RunHistory
-from noloco_node.tasks import loop_s, supervised
+from noloco_node.tasks import background, loop_s, supervised
 from noloco_node.terminal import say, sign, warn
 from noloco_node.web.places import metrics_place
 from noloco_node.web.served_views import views_served
@@ -115,13 +115,11 @@ async def host(options: BootstrapOptions) -> None:
         )
         # A running swarm dials a bootstrap peer again only now and then: one that comes back dials the swarm.
         met = met_before(invites.Invite(digest=recipe.digest, addresses=()), home)
-        known_peers = KnownPeers()
-        known_peers.note(met)
         keys = [home.relay_key(number) for number in range(1, options.relays + 1)]
         async with (
             departure(say) as leaving,
             views_served(metrics_at, page_at, recipe.digest, PeerHistory("", 0)) as views,
-            connected(settings, known_peers) as libp2p_network,
+            connected(settings, KnownPeers(met)) as libp2p_network,
             AsyncExitStack() as stack,
         ):
             sign(short(libp2p_network.peer_id))
@@ -140,19 +138,16 @@ async def host(options: BootstrapOptions) -> None:
             for line in _needs(recipe.run, options.weights, relays):
                 say(line)
             membership = recipe.membership(network)
-            async with asyncio.TaskGroup() as group:
-                looking = (
-                    supervised("noting how far the run is", lambda: history.follow(membership), warn),
-                    supervised("keeping the invite", lambda: kept.follow(membership), warn),
-                    supervised("the line about the swarm", lambda: tell_of(membership), warn),
-                    views.follow(membership, network, recipe),
-                )
-                running = (membership.run(), admissions.watch(), *looking)
-                tasks = [group.create_task(each) for each in running]
+            async with background(
+                membership.run(),
+                admissions.watch(),
+                supervised("noting how far the run is", lambda: history.follow(membership), warn),
+                supervised("keeping the invite", lambda: kept.follow(membership), warn),
+                supervised("the line about the swarm", lambda: tell_of(membership), warn),
+                views.follow(membership, network, recipe),
+            ):
                 leaving.polite = True
                 await leaving.asked.wait()
-                for task in tasks:
-                    task.cancel()
 
 
 async def _serve(

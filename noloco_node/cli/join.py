@@ -10,7 +10,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing
+from contextlib import AbstractAsyncContextManager, closing
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -132,8 +132,8 @@ async def take_part(
     directory = options.home or default_home("node")
     with (
         Home.open(directory) as home,
-        Journal(home.journal) as journal,
-        Journal(home.evaluations) as evaluations,
+        Journal(home.journal, tell=warn) as journal,
+        Journal(home.evaluations, tell=warn) as evaluations,
         closing(LiveCurves(options.curves, checked_name(options.name), home.curves, warn)) as curves,
         closing(Bar()) as bar,
     ):
@@ -145,9 +145,8 @@ async def take_part(
         for line in under_other_ids(home.path, invite.digest):
             warn(line)
         access = RunAccess(invite, MEMBER, home.path)
-        settings, known_peers = _network_settings(access, options, home), KnownPeers()
-        met = met_before(invite, home)
-        known_peers.note(met)
+        settings, met = _network_settings(access, options, home), met_before(invite, home)
+        known_peers = KnownPeers(met)
         ledger = TrafficLedger(home.traffic, datetime.now, say)
         sessions = Sessions(options.allowance, ledger, datetime.now, say)
         metrics_at = metrics_place(options.metrics, is_open=options.metrics_open)
@@ -161,7 +160,7 @@ async def take_part(
             meter, observers = energy_meter(torch_device), (curves.take, observe)
             recorder = Recorder(journal, evaluations, views, torch_device, meter, observers)
             recorder.record_energy()  # by it readers of the journal know that this total begins anew
-            reporter = Reporter(record=recorder.record, say=say, draw=bar.draw, warn=warn)
+            reporter = Reporter(record=recorder.record, say=say, draw=bar.draw, warns=warn)
             asked = [each.peer for each in met]
             participant = _Participant(
                 access, options, home, torch_device, reporter, leaving, views, sessions, asked, prepare or machine_for
@@ -261,9 +260,7 @@ class _Participant:
                 supervised("keeping the invite", partial(kept.follow, node.membership), warn),
                 self.views.follow(node.membership, network, recipe),
             )
-            async with AsyncExitStack() as stack:
-                for each in beside:
-                    await stack.enter_async_context(background(each))
+            async with background(*beside):
                 await node.live(leave)
 
     def _asked(self, network: PeerNetwork) -> list[str]:

@@ -14,12 +14,13 @@ from noloco_node.cli import options as shared
 from noloco_node.errors import UserError, config_error, os_errors_as, storage_error, usage_error
 from noloco_node.limits.budget import read_owner_limits, read_rate, read_size
 from noloco_node.machine.signals import unwound
-from noloco_node.run.config import NO_ADAPTER, AdapterConfig, AdmissionRule
+from noloco_node.run.config import AdmissionRule
 from noloco_node.run.fields import converted
 from noloco_node.run.presets import check_free, check_named, machines_of, run_text, with_owner, with_values, write_text
 from noloco_node.run.runfile import decode_run, load_run
 from noloco_node.storage.atomic_file import make_directory
 from noloco_node.storage.home import typed
+from pipeline.adapters.settings import NO_ADAPTER, AdapterConfig
 
 if TYPE_CHECKING:
     from noloco_node.planning.throughput import Machines

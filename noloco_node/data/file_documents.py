@@ -262,10 +262,12 @@ def _text_of(piece: TextRange, unread: UnreadText | None = None) -> str:
         unread.note("cannot be read and is left out", f"{piece.name} ({error.strerror})")
         return ""
     text = raw.decode("utf-8", errors="replace").removeprefix("\ufeff")
-    damaged = text.count("\N{REPLACEMENT CHARACTER}") + text.count("\0")
-    if damaged > DAMAGED_SHARE * len(text):
+    damaged, zeros = text.count("\N{REPLACEMENT CHARACTER}"), text.count("\0")
+    if damaged + zeros > DAMAGED_SHARE * len(text):
         unread.note("is not text in UTF-8 and is left out", piece.name)
         return ""
+    if zeros:
+        unread.note("has zero bytes, and they are trained on as they are", piece.name)
     if damaged:
         unread.note("has characters that are not UTF-8, and they are replaced", piece.name)
     return text

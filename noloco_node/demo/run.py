@@ -62,7 +62,7 @@ class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     stages: int = 2
-    replicas: int = 2
+    replicas: int
     minutes: float = 2.0
     home: Path = Path("noloco-demo")
     seed: int = 0

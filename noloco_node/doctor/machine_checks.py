@@ -136,7 +136,7 @@ def judge_disk(free: int | None, needs: Mapping[int, int], home: Path) -> Findin
     return judge("disk", f"{format_bytes(free)} free at {home}", "free some space, or give another --home")
 
 
-def disk_bytes(weights: int, kept: int = KEPT, *, keeps_best: bool = False) -> int:
+def disk_bytes(weights: int, kept: int = KEPT, *, keeps_best: bool) -> int:
     """Return the bytes of a stage's `kept` checkpoints and of one more, given those of its weights.
 
     `keeps_best`: the weights of the best evaluation lie beside them, and those of a better one while it is written.
@@ -186,7 +186,7 @@ def basics(home: Path) -> list[Finding]:
     return [ok("system", system), judge_files(allowed_files()), judge_rounds(kernels.COMPILED), _identity(home)]
 
 
-def capacity(home: Path, device: str, needs: Needs, run_id: str | None = None) -> Iterator[Finding]:
+def capacity(home: Path, device: str, needs: Needs, run_id: str | None) -> Iterator[Finding]:
     """Yield findings about the disk, and then, with torch, about the device and the memory.
 
     `needs`: of the stages of the run `run_id`, if there is one.

@@ -118,7 +118,7 @@ class EvaluatorContext:
     busy_s: Callable[[], float]
     is_ending: Callable[[], bool]
     reporter: Reporter
-    routed: bool = False
+    routed: bool
 
 
 class _Material(NamedTuple):
@@ -198,7 +198,7 @@ class Evaluator:
             if loss is None:
                 return
             if not is_usable(loss.mean):
-                self._tell(f"evaluation {number} found a loss that is not finite")
+                self._context.reporter.notice(EVALUATION, f"evaluation {number} found a loss that is not finite")
                 return
             samples = () if material.prompts is None else await self._samples(material.prompts)
         except (MemoryError, ValueError, ConnectionError) as error:  # also of a sample without a token that is learnt
@@ -249,7 +249,7 @@ class Evaluator:
         try:
             prompts = None if self._context.routed else await host.prompts()
         except UserError as unfit:
-            self._tell(f"samples are left out: {unfit.what} {unfit.why}")
+            self._context.reporter.notice(EVALUATION, f"samples are left out: {unfit.what} {unfit.why}")
         return _Material(text, prompts)
 
     def _begin_to_read(self) -> asyncio.Task[_Material]:
@@ -271,7 +271,7 @@ class Evaluator:
 
     def _leave_out(self, number: int | None, why: str) -> None:
         if why != self._trouble:  # a text that is too short stays too short
-            self._tell(f"evaluation {number} is left out: {why}")
+            self._context.reporter.notice(EVALUATION, f"evaluation {number} is left out: {why}")
         self._trouble = why
 
     async def _loss(self, text: HeldOutText) -> Loss | None:
@@ -319,12 +319,10 @@ class Evaluator:
             if is_best:
                 await context.host.keep(await context.evaluated(loss))
         except (OSError, MemoryError, RuntimeError) as error:  # weights come from the device, which may be lost by now
-            self._tell(f"the weights of the best evaluation are not kept: {_said(error)}")
+            self._context.reporter.notice(
+                EVALUATION, f"the weights of the best evaluation are not kept: {_said(error)}"
+            )
         return is_best
-
-    def _tell(self, text: str) -> None:
-        (self._context.reporter.warn or self._context.reporter.say)(text)
-        self._context.reporter.record(events.Noticed(what=EVALUATION, text=text))
 
 
 async def _end(task: asyncio.Task[Any] | None) -> None:

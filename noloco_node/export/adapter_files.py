@@ -14,8 +14,8 @@ from noloco_node.run.config import ModelConfig, RunConfig
 from noloco_node.storage.home import HomePaths, typed
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm.run_distribution import RunFileText
-from pipeline.adapters.frozen_weights import Form
-from pipeline.adapters.lora import ALL_LINEAR, AdaptedLinear, drawn, ordinary
+from pipeline.adapters.lora import AdaptedLinear, drawn, ordinary
+from pipeline.adapters.settings import ALL_LINEAR, Form
 from pipeline.partition import empty_slice
 
 
@@ -26,7 +26,7 @@ class AdapterExport(NamedTuple):
     base: Path | None = None
 
 
-def base_files(recipe: RunFileText, homes: Sequence[Path], given: Path | None = None) -> list[Path]:
+def base_files(recipe: RunFileText, homes: Sequence[Path], given: Path | None) -> list[Path]:
     """Return the files of the model that a run adapts; none where they are not here, or the run trains all weights.
 
     Raises `UserError` (CONFIG) if the directory that a person has `given` holds others.
@@ -95,7 +95,7 @@ def peft_adapter(
     layers = {name: layer for part in parts for name, layer in part.named_modules() if isinstance(layer, AdaptedLinear)}
     weights = {name: weight for stage in stages for name, weight in stage.items()}
     for part in parts:
-        weights |= drawn(part, layout.adapter)
+        weights |= drawn(part, run.seed)
     ends = {name.rpartition(".")[2] for name in layers}
     settings: dict[str, object] = {
         "peft_type": "LORA",

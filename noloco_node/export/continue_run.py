@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,20 +14,13 @@ import msgspec
 
 from noloco_node.errors import UserError, config_error
 from noloco_node.export.sources import NOTES, is_adapter, run_of
-from noloco_node.run.config import (
-    NO_ADAPTER,
-    TOKENIZER_FILES,
-    TRAVELLING,
-    AdapterConfig,
-    DataConfig,
-    RunConfig,
-    SourceConfig,
-)
+from noloco_node.run.config import TOKENIZER_FILES, TRAVELLING, DataConfig, RunConfig, SourceConfig
 from noloco_node.run.fields import toml
 from noloco_node.run.presets import Preset, numbers_of, with_fields, written
 from noloco_node.storage.home import typed
 from noloco_node.storage.weight_store import LARGEST_FILE_BYTES, described
 from noloco_node.terminal import say
+from pipeline.adapters.settings import NO_ADAPTER, AdapterConfig
 
 _MODEL = """\
 [model]
@@ -90,7 +84,7 @@ def continuing_text(directory: Path, preset: str, adapter: AdapterConfig = NO_AD
         data=_data_of(before),
     )
     if adapter.is_trained:
-        fields = {name: toml(each) for name, each in msgspec.structs.asdict(adapter).items()}
+        fields = {name: toml(each) for name, each in asdict(adapter).items()}
         text = with_fields(text, {"adapter": fields})
     if before is None:
         say(f'text: set [data] in the run file: it trains on "{OWN_TEXT}", which each source names with --data')

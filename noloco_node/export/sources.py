@@ -254,7 +254,7 @@ def told_of(snapshot: FromSnapshot) -> str:
     )
 
 
-def check_models(directories: Sequence[Path], homes: Sequence[Path], weights: Path | None = None) -> list[ModelSource]:
+def check_models(directories: Sequence[Path], homes: Sequence[Path], weights: Path | None) -> list[ModelSource]:
     """Return the models in directories; raise `UserError` if there is none, or directories and homes are both given.
 
     `weights`: as in `model_in`, for all adapters among them.

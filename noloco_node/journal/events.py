@@ -125,7 +125,7 @@ DISK = "disk"  # what is noticed where the disk refuses a checkpoint
 
 class Noticed(_Event, frozen=True, tag="noticed"):
     """Something around this node: a sleep, a clock that was set, a stage that nobody serves, an old roster, a disk that
-    refuses checkpoints, a device that became much slower.
+    refuses checkpoints, a device that became much slower, a training that stands still, a journal that lost lines.
 
     `what`: which, in a word or two; `text`: as the owner was told; `over`: what lasted has ended.
     """

@@ -3,7 +3,7 @@
 Each event is one write to a file opened for appending, so a crash tears one line at most; the writer begins a new line
 after it. At MAX_BYTES the file replaces `journal.1.jsonl`: the two together bound the disk that a journal takes. The
 first line of a new file repeats what began the session that goes on, which neither file may hold any more. A full disk
-costs events, and never the training.
+costs events, and never the training: the owner is told when it begins, and how many lines it cost once it is over.
 
 `JournalThrottle` keeps strangers from filling the journal. It records refusals, losses, violations and findings of spot
 checks one by one, up to a number an hour for each peer and kind; then it records one whenever their count has doubled,
@@ -12,10 +12,11 @@ with how many have come since (`count`). So a flood of a million takes some doze
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import msgspec
@@ -27,15 +28,23 @@ from noloco_node.network.swarm_clock import CLOCK
 from noloco_node.tasks import loop_s
 
 MAX_BYTES = 64 * 2**20  # some 300,000 inner steps
+TAKEN_S = 60.0  # a disk that has refused no line for so long takes them again: one that is nearly full takes some
 
 
 class Journal(AbstractContextManager["Journal"]):
     """The writing end; one process, one journal."""
 
-    def __init__(self, path: Path, max_bytes: int = MAX_BYTES, now: Callable[[], float] = CLOCK.unix_s) -> None:
-        """Open `path` for appending; raise `UserError` where it cannot be opened at all."""
-        self._path, self._max_bytes, self._now = path, max_bytes, now
+    def __init__(
+        self,
+        path: Path,
+        max_bytes: int = MAX_BYTES,
+        now: Callable[[], float] = CLOCK.unix_s,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Open `path` for appending; raise `UserError` where it cannot be opened at all. `tell`: warns the owner."""
+        self._path, self._max_bytes, self._now, self._tell = path, max_bytes, now, tell
         self._closed = False
+        self._lost, self._lost_at = 0, 0.0  # lines that the disk refused, and when the last one was
         self._session: events.Started | None = None
         hint = "free some space, or give another directory with --home"
         with os_errors_as(storage_error, f"cannot open the journal {path}", hint):
@@ -47,26 +56,46 @@ class Journal(AbstractContextManager["Journal"]):
         if self._closed:
             return
         at = self._now()
-        line = _line(event, at)
+        if self._lost and abs(at - self._lost_at) >= TAKEN_S:
+            self._end_loss(at)
         try:
-            if self._file < 0 or (self._size and self._size + self._torn + len(line) > self._max_bytes):
-                self._rotate()
-                if self._session is not None:
-                    self._append(_line(events.Continued(**msgspec.structs.asdict(self._session)), at))
-            self._append(line)
-        except OSError:
-            pass
+            self._write(event, at)
+        except OSError as error:
+            if not self._lost:
+                self._tell(f"the journal {self._path} loses lines ({error.strerror}); free some space")
+            self._lost, self._lost_at = self._lost + 1, at
         if isinstance(event, events.Started | events.Finished):
             self._session = event if isinstance(event, events.Started) else None
+
+    def _write(self, event: Event, at: float) -> None:
+        line = _line(event, at)
+        if self._file < 0 or (self._size and self._size + self._torn + len(line) > self._max_bytes):
+            self._rotate()
+            if self._session is not None:
+                self._append(_line(events.Continued(**msgspec.structs.asdict(self._session)), at))
+        self._append(line)
+
+    def _end_loss(self, at: float) -> None:
+        """Say how many lines were lost, unless the disk refuses that as well."""
+        text = f"the journal {self._path} is written again; {self._lost} of its lines were lost"
+        self._lost_at = at
+        with suppress(OSError):
+            self._write(events.Noticed(what="journal", text=text, over=True), at)
+            self._lost = 0
+            self._tell(text)
 
     def _append(self, line: bytes) -> None:
         line = b"\n" * self._torn + line
         written = os.write(self._file, line)
         self._size += written
         self._torn = written < len(line)
+        if self._torn:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         """Close the file, once or more often; later events are lost."""
+        if self._lost and not self._closed:
+            self._end_loss(self._now())
         if self._file >= 0:
             os.close(self._file)
         self._file, self._closed = -1, True

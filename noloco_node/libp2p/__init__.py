@@ -12,4 +12,7 @@ control          what we ask the daemon, and the streams that it opens and accep
 addresses        multiaddrs: checked, remembered, why they fail
 settings         what a network is opened with: settings, the identity's key, the run's secret
 hivemind_compat  everything that we know of hivemind's insides
+call_rules       which calls in the DHT are answered, and what goes along with them
+record_holders   which nodes of the DHT are near a place, and which of them to ask
+short_answers    answers to readings without what the reader has
 """

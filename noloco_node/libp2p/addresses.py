@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, islice, zip_longest
 from random import Random, SystemRandom
@@ -21,6 +22,7 @@ from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
 from noloco_node.errors import Exit, UserError, config_error
+from noloco_node.network.bans import public_prefix
 
 _FAMILIES = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
 _HOSTS = ("ip4", "ip6", "dns", "dns4", "dns6")
@@ -285,10 +287,14 @@ def unreachable(causes: Mapping[str, str]) -> UserError:
 
 
 class KnownPeers:
-    """The last peers met, at most 32, each with the place where it was met last."""
+    """The last peers met, at most 32, each with the place where it was met last.
 
-    def __init__(self) -> None:
+    Of more the address prefix that has most of them loses the one met longest ago: names are free.
+    """
+
+    def __init__(self, met: Iterable[PeerAddress] = ()) -> None:
         self._places: dict[str, PeerAddress] = {}
+        self.note(met)
 
     def note(self, addresses: Iterable[PeerAddress]) -> None:
         """Remember these as the latest. A peer met through a relay alone has no place that can be dialled."""
@@ -296,8 +302,12 @@ class KnownPeers:
             if "/p2p-circuit" not in address.transport:
                 self._places.pop(address.peer, None)
                 self._places[address.peer] = address
-        for peer in list(self._places)[:-_MOST_KNOWN]:
-            del self._places[peer]
+        while len(self._places) > _MOST_KNOWN:
+            crowds = Counter(public_prefix(each.transport) for each in self._places.values())
+            most = max(crowds.values())
+            del self._places[
+                next(p for p, each in self._places.items() if crowds[public_prefix(each.transport)] == most)
+            ]
 
     def beside(self, doors: Iterable[PeerAddress]) -> list[PeerAddress]:
         """Return `doors`, then all others that we remember, the latest first."""

@@ -26,8 +26,9 @@ import msgspec
 
 from noloco_node.admission.ticket_service import Quota
 from noloco_node.libp2p.addresses import RELAYS_KEY, PeerAddress
+from noloco_node.libp2p.call_rules import CALLER, CallRules
 from noloco_node.libp2p.control import Control
-from noloco_node.libp2p.hivemind_compat import CALLER, CallRules, DaemonClient, DhtNode, HivemindParts, PeerId
+from noloco_node.libp2p.hivemind_compat import DaemonClient, DhtNode, HivemindParts
 from noloco_node.libp2p.record_checks import (
     RECORD_BYTES,
     RECORD_LIFETIME_S,
@@ -40,7 +41,7 @@ from noloco_node.libp2p.record_checks import (
     place_of,
     read_signer,
 )
-from noloco_node.libp2p.record_holders import SEARCHED, Holders
+from noloco_node.libp2p.record_holders import SEARCHED, Holders, PeerId
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret
 from noloco_node.libp2p.short_answers import Version
 from noloco_node.network.swarm_clock import CLOCK
@@ -126,8 +127,8 @@ class DhtRecords:
     async def greet(self, peer_id: PeerId) -> None:
         await self._control.bounded(self._joined().ping(peer_id), self._wait_s)
 
-    async def ask_time(self, peer_id: PeerId, *, is_door: bool) -> None:
-        await self._control.bounded(self._joined().ask_time(peer_id, is_door=is_door), self._wait_s)
+    async def ask_time(self, peer_id: PeerId, voice: str, *, is_door: bool) -> None:
+        await self._control.bounded(self._joined().ask_time(peer_id, voice, is_door=is_door), self._wait_s)
 
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
         """Store a record of ours; False when the DHT refused it or did not answer in time."""

@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import functools
 import heapq
-import hmac
 import importlib
 import importlib.machinery
 import importlib.util
@@ -29,15 +28,25 @@ import threading
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from noloco_node.admission.admission_state import AdmissionState
-from noloco_node.admission.ticket import Right
 from noloco_node.errors import Exit, UserError, reason_of, storage_error
-from noloco_node.libp2p.node_search import MOST_NAMED, NodeSearch
-from noloco_node.libp2p.short_answers import MOST_VERSIONS, Version, names, record_count, restored, shortened
+from noloco_node.libp2p.call_rules import (
+    ASKED_TIME,
+    CALLEE,
+    CALLER,
+    CALLER_READS,
+    KNOWN,
+    Asked,
+    Authorizer,
+    CallRules,
+    calling,
+    node_of,
+)
+from noloco_node.libp2p.record_holders import NodeSearch, PeerId
+from noloco_node.libp2p.short_answers import Version
 from noloco_node.network.swarm_clock import CLOCK
 from noloco_node.tasks import loop_s
 
@@ -51,17 +60,8 @@ would be a new one at each call. That is remembered of so many peers.
 _MOST_SPARE = 256  # peers that wait for a place in a bucket of the routing table
 _SILENT_S = 15.0  # a peer that did not answer is left out for so long
 _ASK_AGAIN_S = 1.0
-_PLACE_BYTES = 20  # of a place in the DHT, and of the id of a node
-_PEER_BYTES = 64  # of the id of a peer, at most
 _BUCKET = 8
 """Neighbours in a bucket of the routing table, and in an answer. hivemind's 20 make each answer 0.6 kB longer."""
-
-
-class PeerId(Protocol):
-    """hivemind's PeerID."""
-
-    def to_base58(self) -> str: ...
-    def to_bytes(self) -> bytes: ...
 
 
 class DaemonClient(Protocol):
@@ -177,25 +177,6 @@ async def disconnect(client: DaemonClient) -> None:
             task.exception()
 
 
-class CallRules(NamedTuple):
-    """Which calls in the DHT are answered: those that carry a code of their content, which follows from the run's id.
-
-    `code`: makes one of a purpose and parts. `admission`: in a run with an owner, the tickets that callers show and our
-    own, which goes along with our calls. `may_send`: whether the caller may read so many bytes of records.
-    `may_hand_over`: whether one more new neighbour may be given the records that it should keep.
-    """
-
-    code: Callable[..., bytes]
-    admission: AdmissionState | None = None
-    may_send: Callable[[int], bool] = lambda _: True
-    may_hand_over: Callable[[], bool] = lambda: True
-
-
-def _node_of(rules: CallRules, peer: bytes) -> bytes:
-    """Return the id of a peer's node; a place has as many bytes."""
-    return rules.code("node", peer)[:_PLACE_BYTES]
-
-
 class DhtNode:
     """hivemind's DHTNode, made to keep and believe what we decide; made by `DhtNode.create`.
 
@@ -217,7 +198,7 @@ class DhtNode:
         """Become a node of a DHT, in which others have `answer_s` for each answer; it caches nothing."""
 
         def id_of(peer: PeerId) -> Any:
-            return parts.DHTID.from_bytes(_node_of(rules, peer.to_bytes()))
+            return parts.DHTID.from_bytes(node_of(rules, peer.to_bytes()))
 
         _name_callers(client)
         node = await parts.DHTNode.create(
@@ -233,7 +214,7 @@ class DhtNode:
             cache_on_store=False,
             cache_refresh_before_expiry=0,
             record_validator=validator,
-            authorizer=_Authorizer(rules),
+            authorizer=Authorizer(rules),
         )
         # Else a stranger could have its records put there, unbounded, and answered with instead of those stored.
         node.protocol.cache.store = node.protocol.cache.store_subkey = lambda *_: False
@@ -258,7 +239,7 @@ class DhtNode:
         return any(answers)
 
     async def _ask_door(self, door: PeerId) -> bool:
-        return await self.ask_time(door, is_door=True)
+        return await self.ask_time(door, door.to_base58(), is_door=True)
 
     @property
     def me(self) -> str:
@@ -283,7 +264,7 @@ class DhtNode:
         get = self.storage.get
 
         def shown(key: Any) -> DhtEntry | None:
-            reads = _CALLER_READS.get()
+            reads = CALLER_READS.get()
             found = None if reads is False else get(key)
             if reads and found and not may_send(sum(len(each.value) for _, each in found.value.items())):
                 raise PermissionError("this caller has read its share of records")
@@ -307,13 +288,13 @@ class DhtNode:
         """Make us known to a node; say whether it answers."""
         return await self._node.protocol.call_ping(peer_id) is not None
 
-    async def ask_time(self, peer_id: PeerId, *, is_door: bool = False) -> bool:
-        """Ping a node, and note the time of day that it tells; say whether it answers. `is_door`: we join by it."""
-        before = _ASKED_TIME.set(Asked(peer_id.to_base58(), is_door))
+    async def ask_time(self, peer_id: PeerId, voice: str, *, is_door: bool = False) -> bool:
+        """Ping a node, and note the time of day that it tells; say whether it answers. The rest: `Asked`."""
+        before = ASKED_TIME.set(Asked(voice, is_door))
         try:
             return await self.ping(peer_id)
         finally:
-            _ASKED_TIME.reset(before)
+            ASKED_TIME.reset(before)
 
     async def nearest(self, place: bytes, most: int) -> tuple[PeerId, ...]:
         """Return the peers whose nodes are nearest to a place, of those that answer and of us; the nearest first."""
@@ -390,8 +371,8 @@ class DhtNode:
         met_s: dict[PeerId, float] = {}  # since when each of the latest peers has not been met as a new one
 
         async def checked(node_id: Any, peer_id: PeerId, responded: bool = True) -> None:
-            _CALLEE.set("")  # this is a task of hivemind, which may ask other peers by itself
-            _ASKED_TIME.set(None)
+            CALLEE.set("")  # this is a task of hivemind, which may ask other peers by itself
+            ASKED_TIME.set(None)
             if responded and node_id not in (None, self._id_of(peer_id)):
                 self._refused[peer_id] = None
                 if len(self._refused) > _MOST_REFUSED:
@@ -420,7 +401,7 @@ class DhtNode:
         """Return what a peer holds at a place, and the nodes that it names; None: no answer, or not to be believed."""
         if self._is_refused(peer):
             return None
-        with _calling(peer):
+        with calling(peer):
             answer = await self._node._call_find_with_blacklist(peer, [query])
         await asyncio.sleep(0)  # hivemind enters who has answered in a task of its own
         return None if answer is None or self._is_refused(peer) else answer[query]
@@ -442,11 +423,11 @@ class DhtNode:
         if peer == self._node.peer_id:
             held = self.storage.get(query)
         else:
-            before = _KNOWN.set(known)
+            before = KNOWN.set(known)
             try:
                 answer = await self._ask(peer, query)
             finally:
-                _KNOWN.reset(before)
+                KNOWN.reset(before)
             if answer is None:
                 return None
             held, _ = answer
@@ -460,47 +441,13 @@ class DhtNode:
             return self.storage.store_subkey(query, subkey, packed, expiry)
         if self._is_refused(peer):
             return None
-        with _calling(peer):
+        with calling(peer):
             taken = await self._node.protocol.call_store(peer, [query], [packed], [expiry], subkeys=[subkey])
         return bool(taken[0]) if taken else None
 
     async def shutdown(self) -> None:
         """Stop answering others."""
         await self._node.shutdown()
-
-
-class Asked(NamedTuple):
-    """A peer that we ask for its time of day. `is_door`: we join by it."""
-
-    peer: str
-    is_door: bool
-
-
-CALLER: ContextVar[str] = ContextVar("caller", default="")
-"""The peer whose request is being answered; empty where we act by ourselves."""
-
-_CALLER_READS: ContextVar[bool | None] = ContextVar("caller_reads", default=None)
-"""Whether the peer whose request is being answered asks for records, or for nodes; None where it asks for neither."""
-
-_CALLEE: ContextVar[str] = ContextVar("callee", default="")
-"""The peer whose node we ask; empty where hivemind asks by itself."""
-
-_ASKED_TIME: ContextVar[Asked | None] = ContextVar("asked_time", default=None)
-"""The peer whose answer to our ping tells us its time of day; None where it does not count."""
-
-_KNOWN: ContextVar[Mapping[str, Version] | None] = ContextVar("known", default=None)
-"""The versions of records that we have while we ask for others; None while we ask for nodes."""
-_READS = b"r"  # in a request for records, before the names of those that we have
-_SHOW = b"?"  # in a request to a node that we do not know as a member's: it is to show its ticket
-
-
-@contextlib.contextmanager
-def _calling(peer: PeerId) -> Iterator[None]:
-    before = _CALLEE.set(peer.to_base58())
-    try:
-        yield
-    finally:
-        _CALLEE.reset(before)
 
 
 def _name_callers(client: Any) -> None:
@@ -520,123 +467,6 @@ def _name_callers(client: Any) -> None:
         await add(name, answer, *arguments, **options)
 
     client.add_protobuf_handler = add_naming
-
-
-class _Authorizer:
-    """hivemind's authorizer, by `CallRules`.
-
-    So strangers neither read, nor store, nor are entered as neighbours and given others' records to keep. In a run with
-    an owner a peer stores and becomes a neighbour by a ticket to train, and reads by a ticket to look. A ping is
-    answered without one: by it a newcomer finds out that this is its run. A node that we do not know as a member's
-    shows a ticket to train with its answer: one that shows none has not answered, whoever named it.
-    """
-
-    def __init__(self, rules: CallRules) -> None:
-        self._rules, self._admission = rules, rules.admission
-
-    async def sign_request(self, request: Any, service_public_key: object) -> None:
-        request.auth.nonce = os.urandom(16)
-        if _is_find(request):
-            # hivemind has this field for encryption, which the daemon does.
-            known = _KNOWN.get()
-            request.auth.service_public_key = b"" if known is None else _READS + names(known, request.auth.nonce)
-        request.auth.signature = self._code_of(request)
-        if self._admission is not None and self._admission.own is not None:
-            request.auth.client_access_token.signature = self._admission.own.raw
-        if not self._is_member():
-            request.auth.client_access_token.public_key = _SHOW
-
-    async def validate_request(self, request: Any) -> bool:
-        if not (_has_node_id(request) and hmac.compare_digest(request.auth.signature, self._code_of(request))):
-            return False
-        if _is_find(request):
-            _CALLER_READS.set(bool(request.auth.service_public_key))  # each request is answered in a task of its own
-            if len(request.keys) > 1:
-                return False  # we ask for one key at a time, and an answer costs the holder as much work for each
-        if type(request).__name__ == "StoreRequest" and not _has_few_records(request):
-            return False
-        if type(request).__name__ == "PingRequest":
-            request.ClearField("validate")  # we never ask for it, and hivemind would call each asker back
-        if self._admission is None:
-            return True
-        shown = request.auth.client_access_token
-        rights = self._admission.rights_by(shown.username, shown.signature)
-        if Right.TRAIN not in rights:
-            request.ClearField("peer")  # without it hivemind enters no neighbour
-        needed = {"PingRequest": Right(0), "FindRequest": Right.LOOK, "StoreRequest": Right.TRAIN}
-        return needed[type(request).__name__] in rights
-
-    async def sign_response(self, response: Any, request: Any) -> None:
-        """Leave in an answer the records or the neighbours that were asked for; ids of nodes follow from their peers.
-
-        A peer that searches nodes asks at a place without records, and one that somebody put there must hide no node.
-        """
-        own = None if self._admission is None else self._admission.own
-        # Not to a ping, which is answered without a ticket.
-        asks_for_it = request.auth.client_access_token.public_key == _SHOW and type(request).__name__ != "PingRequest"
-        if own is not None and asks_for_it:
-            response.auth.service_access_token.signature = own.raw
-        if type(response).__name__ == "PingResponse":
-            response.dht_time = CLOCK.own_s()
-        if not _is_find(request):
-            return
-        reads = request.auth.service_public_key
-        for result in response.results:
-            result.ClearField("nearest_node_ids")
-            if reads:
-                result.ClearField("nearest_peer_ids")
-            if result.value:
-                result.value = shortened(result.value, request.auth.nonce, reads[len(_READS) :])
-
-    async def validate_response(self, response: Any, request: Any) -> bool:
-        """Restore a short answer. hivemind takes an error, or what is not good, for a missing answer."""
-        if not (_has_node_id(response) and self._is_member(response.auth.service_access_token.signature)):
-            return False
-        if (asked := _ASKED_TIME.get()) is not None and type(response).__name__ == "PingResponse":
-            CLOCK.note(asked.peer, response.dht_time, is_door=asked.is_door)
-        if _is_find(request) and len(response.results) != len(request.keys):
-            return False  # each result would be decompressed, to a thousand times its bytes
-        for result in response.results if _is_find(request) else ():
-            del result.nearest_peer_ids[MOST_NAMED:], result.nearest_node_ids[:]
-            if any(len(peer) > _PEER_BYTES for peer in result.nearest_peer_ids):
-                return False  # hivemind writes each in base 58, in quadratic time
-            result.nearest_node_ids.extend(_node_of(self._rules, peer) for peer in result.nearest_peer_ids)
-            if result.value:
-                result.value = restored(result.value, _KNOWN.get() or {})
-        return True
-
-    def _is_member(self, ticket: bytes = b"") -> bool:
-        """Say whether the peer that we ask may train, by the ticket that its answer shows, or by one that we know."""
-        callee = _CALLEE.get()
-        if self._admission is None or not self._admission.is_pinned or not callee:
-            return True
-        rights = self._admission.rights_by(callee, ticket) if ticket else self._admission.rights(callee)
-        return Right.TRAIN in rights
-
-    def _code_of(self, request: Any) -> bytes:
-        bare = type(request)()
-        bare.CopyFrom(request)
-        bare.ClearField("auth")
-        name = type(request).__name__.encode()
-        return self._rules.code("dht", name, request.auth.nonce, bare.SerializeToString(deterministic=True))
-
-
-def _has_node_id(message: Any) -> bool:
-    """Say whether a message names no node, or one by an id of the right length: hivemind raises AssertionError else."""
-    return len(message.peer.node_id) in (0, _PLACE_BYTES)
-
-
-def _is_find(request: Any) -> bool:
-    return type(request).__name__ == "FindRequest"
-
-
-def _has_few_records(request: Any) -> bool:
-    """Say whether a request for storage has no more records than one answer, before hivemind decodes any of them."""
-    values = zip(request.subkeys, request.values, strict=False)  # a dictionary has no subkey
-    try:
-        return sum(1 if subkey else record_count(value) for subkey, value in values) <= MOST_VERSIONS
-    except (ValueError, RecursionError):  # msgspec's own are such
-        return False
 
 
 def forget_ghosts(entries: Any) -> None:

@@ -15,10 +15,10 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -32,6 +32,7 @@ from noloco_node.libp2p.addresses import (
     bootstrap_address,
     check_announce,
     check_listen,
+    checked_relays,
     parse_peer_address,
     place_text,
     port_of,
@@ -43,25 +44,28 @@ from noloco_node.libp2p.daemon import MOST_DEATHS, DaemonConfig, arguments, priv
 from noloco_node.libp2p.dht_records import DhtRecords
 from noloco_node.libp2p.hivemind_compat import (
     DaemonClient,
-    PeerId,
     daemon_trouble,
     load_hivemind,
 )
 from noloco_node.libp2p.reachability import preflight, preflight_goal
+from noloco_node.libp2p.record_holders import PeerId
 from noloco_node.libp2p.relays import Grant, granted
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret, ensure_identity
 from noloco_node.libp2p.stream import Stream
 from noloco_node.libp2p.switchboard import Switchboard
+from noloco_node.network.bans import crowd_of
 from noloco_node.network.interface import Handler
 from noloco_node.network.schema import Schema
 from noloco_node.network.swarm_clock import CLOCK, LEAST_TOLD
+from noloco_node.tasks import background
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _ATTEMPTS = 3
 REJOIN_S = 15.0  # between two looks at who is connected
 _GREETED = 4  # at one look
-_TIME_EVERY = 4  # looks: then one more peer is asked for its time of day
+_TIME_EVERY = 4  # looks: then one more peer is asked for its time of day, or sooner several where that is in doubt
 _RELAY_S = 10.0  # a relay has so long to give us a place
 _LOOK_S = 0.2
 _MOST_CIRCUITS = 2
@@ -78,6 +82,7 @@ class Libp2pNetwork:
         self._doors = [bootstrap_address(text) for text in settings.bootstrap]
         self._peer_id, self._dialable = "", True
         self._joined: JoinedDaemon | None = None
+        self._own_relays = tuple[str, ...]()
         self._present = asyncio.Event()
         self._service: asyncio.Task[None] | None = None
         self._deaths: deque[float] = deque(maxlen=MOST_DEATHS + 1)
@@ -188,15 +193,15 @@ class Libp2pNetwork:
         """Run a relay for each identity, at the ports after our own, and tell the swarm of them; see `relays`."""
         chosen = relays.relay_configs(self._settings, identities)
         pool = relays.RelayPool(self._context, self._tell, self._granted)
-        async with relays.relaying(pool, chosen) as places, asyncio.TaskGroup() as group:
-            key = self._context.secret.key(RELAYS_KEY)
-            telling = group.create_task(
-                relays.tell(places, lambda raw, lifetime_s: self.publish(key, self.peer_id, raw, lifetime_s))
-            )
+        key = self._context.secret.key(RELAYS_KEY)
+        async with relays.relaying(pool, chosen) as places:
+            self._own_relays = places
+            told = relays.tell(places, lambda raw, lifetime_s: self.publish(key, self.peer_id, raw, lifetime_s))
             try:
-                yield places
+                async with background(told):
+                    yield places
             finally:
-                telling.cancel()
+                self._own_relays = ()
 
     def statistics(self) -> dict[str, int | float]:
         rejoined = self._rejoined + (0 if self._joined is None else self._joined.rejoined)
@@ -327,11 +332,11 @@ class Libp2pNetwork:
         return await granted(joined.control, doors[0].peer, reach_s)
 
     async def _relays(self) -> tuple[str, ...]:
-        """Return the relays that the swarm tells of, as far as we can find out now."""
-        try:
-            return relays_of(await self.read(self._context.secret.key(RELAYS_KEY)))
-        except ConnectionError:
-            return ()
+        """Return our relays, then others that the swarm tells of, as far as we can find out now."""
+        found = self._own_relays  # which no number of records hides
+        with contextlib.suppress(ConnectionError):
+            found += relays_of(await self.read(self._context.secret.key(RELAYS_KEY)))
+        return checked_relays(found)
 
     async def _close(self) -> None:
         self._switchboard.close()
@@ -414,18 +419,20 @@ class JoinedDaemon:
         look, door_peers = 0, {door.peer for door in doors}
         while True:
             look += 1
-            CLOCK.settle()
+            is_doubted = CLOCK.is_doubted()
             with contextlib.suppress(ConnectionError, UserError):
                 present = await self.neighbours()
                 met.note(present)
                 if present:
                     strangers = [each for each in present if not self.records.is_neighbour(self._id_of(each))]
                     await self._greet(_some(strangers, look, _GREETED))
-                    if look % _TIME_EVERY == 1:
+                    if is_doubted or look % _TIME_EVERY == 1:
                         # Of all: a peer that keeps out of our routing table, as strangers do, has no more voices.
-                        for each in _some(present, look // _TIME_EVERY, LEAST_TOLD if look == 1 else 1):
+                        turn, most = (look, LEAST_TOLD) if is_doubted or look == 1 else (look // _TIME_EVERY, 1)
+                        for voice, each in _some(voices(present, door_peers), turn, most):
+                            is_door = each.peer in door_peers
                             with contextlib.suppress(ConnectionError):
-                                await self.records.ask_time(self._id_of(each), is_door=each.peer in door_peers)
+                                await self.records.ask_time(self._id_of(each), voice, is_door=is_door)
                     here = {self.peer_id, *(each.peer for each in present)}
                     away = [each for each in met.beside(doors) if each.peer not in here]
                     await self._greet(await self.control.knock(_some(away, look, 1), self._timeouts.reach_s))
@@ -485,7 +492,17 @@ class JoinedDaemon:
             )
 
 
-def _some(peers: Sequence[PeerAddress], look: int, most: int) -> Sequence[PeerAddress]:
+def voices(peers: Sequence[PeerAddress], doors: Collection[str]) -> list[tuple[str, PeerAddress]]:
+    """Return one peer of each public address prefix, and of those that come through relays, by that: names are free.
+
+    `doors`, and those that show no public address, as of one household, stand for themselves.
+    """
+
+    crowds = {each: crowd_of(each.transport) for each in peers if each.peer not in doors}
+    return sorted({crowds.get(each) or each.peer: each for each in peers}.items())
+
+
+def _some(peers: Sequence[T], look: int, most: int) -> Sequence[T]:
     """Return at most so many peers, others at each look."""
     at = look * most % len(peers) if peers else 0
     return [*peers[at:], *peers[:at]][:most]

@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeAlias
+from weakref import WeakValueDictionary
 
 import msgspec
 from msgspec import Meta
@@ -33,6 +34,7 @@ from noloco_node.libp2p.control import Control, PeerContext, StreamDialer
 from noloco_node.libp2p.daemon import DaemonConfig
 from noloco_node.libp2p.hivemind_compat import daemon_trouble
 from noloco_node.libp2p.settings import NetworkSettings, Reachability, ensure_identity, peer_bytes
+from noloco_node.network.bans import address_prefix
 from noloco_node.network.calls import patient
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema, Violation
@@ -45,7 +47,8 @@ _DIAL_S = 4.0
 _LOOK_S, _LOOK_AGAIN_S = 6.0, 10.0  # the DHT has so long to tell of relays, and is asked so often, however many ask us
 ASK_S = 12.0  # a peer has so long to answer, its attempts included
 _MOST_PORTS = 2
-_MOST_DIALS = 8  # attempts at the same time, on behalf of all askers
+_MOST_DIALS, _DIALS_A_PREFIX = 8, 2
+"""Attempts at the same time, on behalf of all askers, and of those of one address prefix."""
 
 _FIND_S = 4.0
 _SEARCHES = 10
@@ -118,6 +121,8 @@ class DialBackService:
     def __init__(self, relays: Callable[[], Awaitable[Sequence[str]]]) -> None:
         self._relays = relays
         self._turns = asyncio.Semaphore(_MOST_DIALS)
+        self._turns_by_prefix = WeakValueDictionary[str, asyncio.Semaphore]()
+        """Of the prefixes for which an attempt is under way, or waits."""
         self._found, self._looked_s = tuple[str, ...](), 0.0
         self._looking: asyncio.Task[None] | None = None  # no caller's own: one that gives up would end it for all
 
@@ -135,13 +140,15 @@ class DialBackService:
         if home is None:
             return ""
         kind, host = home
-        reached = await asyncio.gather(*(self._greets(host, port) for port in ports))
+        prefix = str(address_prefix(f"/{kind}/{host}"))
+        turns = self._turns_by_prefix.setdefault(prefix, asyncio.Semaphore(_DIALS_A_PREFIX))
+        reached = await asyncio.gather(*(self._greets(host, port, turns) for port in ports))
         found = [port for port, good in zip(ports, reached, strict=True) if good]
         return f"/{kind}/{host}/tcp/{found[0]}" if found else ""
 
-    async def _greets(self, host: str, port: int) -> bool:
+    async def _greets(self, host: str, port: int, turns: asyncio.Semaphore) -> bool:
         try:
-            async with self._turns, asyncio.timeout(_DIAL_S):
+            async with turns, self._turns, asyncio.timeout(_DIAL_S):
                 reader, writer = await asyncio.open_connection(host, port)
                 try:
                     return _GREETING in await reader.readexactly(_GREETING_BYTES)

@@ -66,7 +66,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
     conversations: int = 512
     per_peer: int = 64
-    per_prefix: int = 256  # of one public address prefix: names are free
+    per_prefix: int = 256  # of one public address prefix, or of all that come through relays: names are free
     unread_bytes: int = 1 << 30
 
     @classmethod

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from noloco_node.libp2p.settings import Capacity, TimeoutSettings
 from noloco_node.libp2p.stream import ByteCounts, FrameProtocol, Stream
-from noloco_node.network.bans import public_prefix
+from noloco_node.network.bans import crowd_of
 from noloco_node.network.calls import stop_handler
 from noloco_node.network.interface import Handler
 from noloco_node.network.schema import Schema, Violation
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _MOST_OFFENDERS = 1024
 _MOST_STREAMS = 4
 """Open streams, our own and those that only linger included, to one conversation that may be answered: of all peers
-together, of each, and of each public address prefix.
+together, of each, and of each public address prefix, as which all relays count.
 """
 
 
@@ -129,7 +129,7 @@ class Switchboard:
         self._answering: Counter[str] = Counter()
         self._by_prefix: Counter[str] = Counter()
         self._open_by_prefix: Counter[str] = Counter()
-        """The streams from each prefix that are open, answered or not; of none for what shows no public address."""
+        """The streams from each prefix that are open, answered or not."""
         self._counts: Counter[str] = Counter()
         self._violations: Counter[str] = Counter()
 
@@ -187,7 +187,7 @@ class Switchboard:
             raise ConnectionResetError(f"nobody serves {topic} here")
         is_crowded = len(self._streams) >= _MOST_STREAMS * self._capacity.conversations
         is_crowded |= self._liveness.streams(peer) >= _MOST_STREAMS * self._capacity.per_peer
-        prefix = public_prefix(origin)
+        prefix = crowd_of(origin)
         if is_crowded or self._open_by_prefix[prefix] >= _MOST_STREAMS * self._capacity.per_prefix:
             raise ConnectionResetError("too many streams linger here")
         schema, handler = self._topics[topic]
@@ -220,13 +220,14 @@ class Switchboard:
             return
         task = self._streams.pop(stream)
         self._liveness.end(stream.peer)
-        _count_down(self._open_by_prefix, public_prefix(stream.origin))
+        _count_down(self._open_by_prefix, crowd_of(stream.origin))
         if error is not None:
             self._counts[f"lost.{type(error).__name__}"] += 1
-        if isinstance(error, Violation):
-            logger.warning("%s violated the protocol: %s", stream.peer, error)
-            if stream.peer in self._violations or len(self._violations) < _MOST_OFFENDERS:
-                self._violations[stream.peer] += 1
+        is_listed = stream.peer in self._violations or len(self._violations) < _MOST_OFFENDERS
+        if isinstance(error, Violation) and is_listed:
+            self._violations[stream.peer] += 1
+            if self._violations[stream.peer].bit_count() == 1:  # at each doubling, or anybody could fill the log
+                logger.warning("%s violated the protocol: %s", stream.peer, error)
         if task is not None and stream.wants_handler:
             stop_handler(task.cancel, type(error))
 

@@ -300,12 +300,22 @@ class Host(ABC):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reporter:
-    """A node calls `record` for the journal; `say` and `warn` print a line for a person.
+    """A node calls `record` for the journal; `say` prints a line for a person.
 
-    `draw`: draws a bar, full to a share from 0 to 1, with a text behind it, and removes it at 1; False if it cannot.
+    `warns`: prints one that needs attention, `say` by default. `draw`: draws a bar, full to a share from 0 to 1, with a
+    text behind it, and removes it at 1; False if it cannot.
     """
 
     record: Callable[[events.Event], None]
     say: Callable[[str], None]
     draw: Callable[[float, str], bool] | None = None
-    warn: Callable[[str], None] | None = None
+    warns: Callable[[str], None] | None = None
+
+    def warn(self, text: str) -> None:
+        """Tell the owner what needs attention."""
+        (self.warns or self.say)(text)
+
+    def notice(self, what: str, text: str, *, over: bool = False) -> None:
+        """Tell the owner what needs attention, or that it is over, and journal it."""
+        (self.say if over else self.warn)(text)
+        self.record(events.Noticed(what=what, text=text, over=over))

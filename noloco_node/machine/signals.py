@@ -60,7 +60,7 @@ def set_answer(answer: Callable[[int], None], *, hears_interrupts: bool = False)
 
 
 @contextmanager
-def answered(answer: Callable[[int], None], *, hears_interrupts: bool = False) -> Iterator[None]:
+def answered(answer: Callable[[int], None], *, hears_interrupts: bool) -> Iterator[None]:
     """Let `answer` take the stop signals during the body."""
     put_back = set_answer(answer, hears_interrupts=hears_interrupts)
     try:
@@ -198,7 +198,7 @@ def _run(main: Coroutine[Any, Any, T], *, hears_interrupts: bool = False) -> T:
             raise KeyboardInterrupt from None
 
 
-async def _cancelled_by_signals(main: Coroutine[Any, Any, T], *, hears_interrupts: bool = False) -> T:
+async def _cancelled_by_signals(main: Coroutine[Any, Any, T], *, hears_interrupts: bool) -> T:
     """Await `main`; the first stop signal cancels it, a second one interrupts its cleaning up."""
     import asyncio
 

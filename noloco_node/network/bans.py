@@ -169,3 +169,8 @@ def public_prefix(origin: str) -> str:
     """Return `address_prefix` as text; empty where it says nothing of who comes, as within one household."""
     place = address_prefix(origin)
     return str(place) if place is not None and place.is_global else ""
+
+
+def crowd_of(origin: str) -> str:
+    """Return `public_prefix`, or one text for all that come through relays: so many names may be one person's."""
+    return "relays" if "/p2p-circuit" in origin else public_prefix(origin)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, Union, get_args, get_o
 
 import msgspec
 
+from noloco_node.errors import one_line
 from noloco_node.units import LARGEST
 
 HEADER_BYTES = 64 * 1024  # cap of an ordinary header: room for the shapes of some two thousand tensors
@@ -24,7 +25,13 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4
 
 
 class Violation(ConnectionAbortedError):
-    """A peer sent what no peer of this run may send; the text names what, and by how much."""
+    """A peer sent what no peer of this run may send; the text names what, and by how much.
+
+    It may quote the peer, and it is logged and journalled: so it is one line of bounded length.
+    """
+
+    def __init__(self, why: str) -> None:
+        super().__init__(one_line(why))
 
 
 class TensorSpec(NamedTuple):

@@ -4,12 +4,14 @@ A volunteer's clock may be wrong by an hour, or be set while a node runs. Each p
 its answer to a ping, and not the time by which it goes: else one wrong clock would spread. If at least half of those
 that answered lately agree with this machine to within `CLOCK_DOUBT_S`, its own time of day counts; else the median of
 theirs. So the machine takes part whatever its clock says. Liars move nobody for whom half of the answers are honest.
+Names are free, so all peers of one public address prefix have one voice, and all that come through relays.
 
 Fewer than `LEAST_TOLD` answers move nobody, except that of a peer by which we join, which the invite names. Where
 nothing is decided, what was decided last stays.
 
 Between two answers the clock runs by the time since the machine was started, which nobody sets and which goes on while
-the machine sleeps.
+the machine sleeps. A virtual machine that was paused has lost that time, too: then its answers of before are wrong, and
+more peers are asked at once (`is_doubted`).
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class SwarmClock:
         self, wall_s: Callable[[], float] = time.time, since_start_s: Callable[[], float] = _since_start_s
     ) -> None:
         self._wall_s, self._since_start_s = wall_s, since_start_s
-        self._told: dict[str, _Told] = {}  # by peer; the one that told last comes last
+        self._told: dict[str, _Told] = {}  # by voice; the one that told last comes last
         self._offset_s, self._is_theirs = wall_s() - since_start_s(), False
         self._changing = threading.RLock()  # a program may run several peers, each in a thread of its own
 
@@ -72,17 +74,28 @@ class SwarmClock:
         self.settle()
         return self._wall_s() - self.unix_s()
 
-    def note(self, peer: str, unix_s: float, *, is_door: bool = False) -> None:
-        """Note the time that a peer has told just now; how long its answer was under way does not matter here."""
+    def note(self, voice: str, unix_s: float, *, is_door: bool = False) -> None:
+        """Note the time that a peer has told just now; how long its answer was under way does not matter here.
+
+        `voice`: the peer, or the address prefix of several peers.
+        """
         if not 0.0 < unix_s <= LATEST_UNIX_S:
             return
         with self._changing:
             now_s = self._since_start_s()
-            self._told.pop(peer, None)
-            self._told[peer] = _Told(unix_s - now_s, now_s, is_door)
+            self._told.pop(voice, None)
+            self._told[voice] = _Told(unix_s - now_s, now_s, is_door)
             if len(self._told) > MOST_TOLD:
                 del self._told[next(iter(self._told))]
             self.settle()
+
+    def is_doubted(self) -> bool:
+        """Say whether this machine's time of day, or the latest answer, differs from the time that counts."""
+        with self._changing:
+            self._settle()
+            latest = [each.offset_s for each in self._told.values()][-1:]
+            found = [self._wall_s() - self._since_start_s(), *latest]
+            return any(abs(each - self._offset_s) >= CLOCK_DOUBT_S for each in found)
 
     def settle(self) -> None:
         """Decide by the latest answers whose time counts."""
@@ -91,7 +104,7 @@ class SwarmClock:
 
     def _settle(self) -> None:
         now_s, own_s = self._since_start_s(), self._wall_s() - self._since_start_s()
-        self._told = {peer: each for peer, each in self._told.items() if now_s - each.at_s < TOLD_S}
+        self._told = {voice: each for voice, each in self._told.items() if now_s - each.at_s < TOLD_S}
         told_s = [each.offset_s for each in self._told.values()]
         if len(told_s) >= LEAST_TOLD or any(each.is_door for each in self._told.values()):
             self._is_theirs = 2 * sum(abs(each - own_s) < CLOCK_DOUBT_S for each in told_s) < len(told_s)

@@ -28,7 +28,7 @@ from noloco_node import __version__
 from noloco_node.evaluation.evaluator import Evaluator, EvaluatorContext, last_evaluation
 from noloco_node.journal import events
 from noloco_node.limits.rate_limit import spending
-from noloco_node.node.health import HealthMonitor
+from noloco_node.node.health import Condition, HealthMonitor
 from noloco_node.node.join import Start
 from noloco_node.node.migration import MigrationWatcher
 from noloco_node.node.node_context import NodeContext
@@ -139,9 +139,9 @@ class Assignment:
 
     async def _run(self, leave: asyncio.Event) -> AssignmentEnd:
         context, services = self._context, self._services
-        keeping = supervised("the keeping of snapshots", self._keep_snapshots, context.warn)
-        async with aclosing(self.replica), background(services.writer.run()), background(keeping):
-            async with background(supervised("the report of progress", self._progress.run, context.warn)):
+        keeping = supervised("the keeping of snapshots", self._keep_snapshots, self._reporter.warn)
+        async with aclosing(self.replica), background(services.writer.run(), keeping):
+            async with background(supervised("the report of progress", self._progress.run, self._reporter.warn)):
                 try:
                     ending = await self.train(leave)
                     self._progress.record_totals()
@@ -247,6 +247,17 @@ class Assignment:
                 self._reporter.say(f"leaving stage {origin}: {why}")
         self._reporter.record(events.Moved(origin=origin, target=target, why=why, discarded=self._discarded))
         self._reporter.record(events.StateChanged(state=PeerState.JOINING))
+
+    def conditions(self) -> dict[str, Condition]:
+        """Return what keeps the training from going on."""
+        return {} if self._ending is not None else self._progress.conditions()
+
+    def forgive(self, for_s: float) -> None:
+        """Suspect no peer of the next stage for so long, and no partner until now: we were away ourselves."""
+        self._progress.forgive()
+        self.replica.rounds.forgive()
+        if self.replica.next_stage is not None:
+            self.replica.next_stage.forgive(for_s)
 
     def _finished(self, why: str, discarded: int) -> events.Finished:
         replica = self.replica

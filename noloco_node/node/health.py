@@ -1,6 +1,7 @@
 """Tells the owner what goes wrong around a node: when it begins, every few minutes while it lasts, and at its end.
 
 - a stage that no peer serves: which, since when, and what to do. Nothing is lost here, and training resumes by itself;
+- a training that stands still, and rounds that meet nobody: why, as the counts of the time since say;
 - an old roster: the DHT cannot be read, or no other peer publishes. Peers are still called as they were last seen;
 - a clock that differs by more than a minute from the time by which the peers go;
 - a machine that slept, a process that stood still, a clock that was set. Then the node publishes and reads at once, and
@@ -22,7 +23,6 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import NamedTuple, NoReturn
 
-from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter
 from noloco_node.machine.system import counts_sleep
 from noloco_node.network.swarm_clock import CLOCK_DOUBT_S
@@ -186,7 +186,10 @@ def _served(roster: Roster) -> tuple[bool, ...]:
 
 
 class HealthMonitor:
-    """Checks clocks and roster every few seconds while it runs. `forgive(seconds)`: suspect no peer for so long."""
+    """Checks clocks and roster every few seconds while it runs.
+
+    `forgive(seconds)`: suspect no peer for so long. `of_training`: returns the conditions of the training.
+    """
 
     def __init__(
         self,
@@ -196,9 +199,10 @@ class HealthMonitor:
         ahead_s: Callable[[], float],
         asleep_s: Callable[[], float],
         forgive: Callable[[float], None],
+        of_training: Callable[[], Mapping[str, Condition]] = dict,
     ) -> None:
         self._membership, self._reporter, self._forgive = membership, reporter, forgive
-        self._warn = reporter.warn or reporter.say
+        self._of_training = of_training
         self._unix_time, self._ahead_s, self._asleep_s = unix_time, ahead_s, asleep_s
         self._clocks = self._look_at_clocks()
         self._served_now = Derived(lambda: membership.roster, _served)
@@ -223,8 +227,7 @@ class HealthMonitor:
         sleeps = counts_sleep(asyncio.get_running_loop())
         happened = compare(before, self._clocks, expected_s, loop_counts_sleep=sleeps)
         for happening in happened:
-            self._warn(sentence(happening))
-            self._reporter.record(events.Noticed(what=str(happening.kind), text=sentence(happening)))
+            self._reporter.notice(str(happening.kind), sentence(happening))
         if happened:
             self._membership.publish_now()
         if any(happening.kind is not JumpKind.CLOCK_SET or happening.seconds > 0.0 for happening in happened):
@@ -239,8 +242,7 @@ class HealthMonitor:
         spoken, said = warnings_due(known, self._conditions, self._clocks.loop_s)
         self._said = said | kept
         for what, text, over in spoken:
-            (self._reporter.say if over else self._warn)(text)
-            self._reporter.record(events.Noticed(what=what, text=text, over=over))
+            self._reporter.notice(what, text, over=over)
 
     def _look_at_clocks(self) -> ClockSample:
         return ClockSample(loop_s(), self._unix_time() + self._ahead_s(), self._asleep_s())
@@ -265,4 +267,7 @@ class HealthMonitor:
             empty_s = now_s - self._empty_since.setdefault(number, now_s)
             if number in self._served or empty_s >= NEVER_SERVED_S:
                 found[f"stage {number}"] = deserted(number, empty_s, len(roster.stage(number)))
-        return found
+        training = {} if over else dict(self._of_training())
+        if found and "stall" not in self._said:
+            training.pop("stall", None)  # the stage without replicas says it
+        return found | training

@@ -27,7 +27,7 @@ from noloco_node.network.calls import HookedNetwork
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.timeouts import DialTimeouts
 from noloco_node.node import assignment as assignments
-from noloco_node.node.health import HealthMonitor
+from noloco_node.node.health import Condition, HealthMonitor
 from noloco_node.node.join import Start, join
 from noloco_node.node.node_context import NodeContext, NodeOptions, StageRequest
 from noloco_node.node.replica import Replica
@@ -96,12 +96,18 @@ class Node:
             writer=CheckpointWriter(
                 host.save,
                 reporter.say,
-                context.warn,
+                reporter.warn,
                 options.save_every_s,
                 lambda text, over: reporter.record(events.Noticed(what=events.DISK, text=text, over=over)),
             ),
             health=HealthMonitor(
-                membership, reporter, host.unix_time, host.clock_ahead_s, host.asleep_s, self._forgive
+                membership,
+                reporter,
+                host.unix_time,
+                host.clock_ahead_s,
+                host.asleep_s,
+                self._forgive,
+                self._conditions,
             ),
             shut_out=bans.shut_out,
             snapshots=snapshots,
@@ -135,8 +141,8 @@ class Node:
         context = self._context
         network, record = context.network, context.reporter.record
         self._addresses = (await network.addresses())[:MOST_ADDRESSES]
-        health = supervised("the watch over this node", self._services.health.run, context.warn)
-        async with background(context.membership.run()), background(health):
+        health = supervised("the watch over this node", self._services.health.run, context.reporter.warn)
+        async with background(context.membership.run(), health):
             await network.serve(run_distribution.TOPIC, run_distribution.SCHEMA, context.run_file.serve)
             answer = violations_journalled(record, speed_test.TOPIC, speed_test.SpeedTestService().answer)
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, answer)
@@ -237,9 +243,8 @@ class Node:
         return await until_event(leave, join(self._context, StageRequest(move.origin)))
 
     def _forgive(self, seconds: float) -> None:
-        """Suspect no peer of the next stage for so long, and no partner until now, since we were away ourselves."""
-        if self.replica is None:
-            return
-        self.replica.rounds.forgive()
-        if self.replica.next_stage is not None:
-            self.replica.next_stage.forgive(seconds)
+        if self.assignment is not None:
+            self.assignment.forgive(seconds)
+
+    def _conditions(self) -> dict[str, Condition]:
+        return {} if self.assignment is None else self.assignment.conditions()

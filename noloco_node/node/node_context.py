@@ -78,11 +78,6 @@ class NodeContext:
         return self.run_file.run
 
     @property
-    def warn(self) -> Callable[[str], None]:
-        """Tells the owner what needs attention."""
-        return self.reporter.warn or self.reporter.say
-
-    @property
     def keeps_snapshots(self) -> bool:
         return self.options.keep_snapshots > 0
 

@@ -8,11 +8,12 @@ correct the fast weights. Every access to weights is a job of the device's one t
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from random import Random
-from statistics import fmean
+from statistics import fmean, median_low
 from typing import TYPE_CHECKING, Any
 
 from gossip.exchange.messages import Parts, ReplicaState
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
 DRAIN_S = 30.0  # how long the blocking form of a round waits for what is in flight
 HEARING_S = 30.0  # bounds a proposal and its answer in a meeting; the timeout of an answer adapts to earlier answers
 IDLE_S = 5.0  # shorter waits are not reported
+USUAL_OF = 16  # inner steps whose median duration is usual
+LATE_STEPS = 5.0  # an inner step that takes so many times as long as usual is late: it has no speed any more
 CAUSES = {Wanted.REPLICA: WaitCause.REPLICA, Wanted.ROOM: WaitCause.ROOM, Wanted.ANSWER: WaitCause.ANSWER}
 
 
@@ -126,6 +129,7 @@ class Replica:
         self._partner: str | None = None
         self._tokens_per_s = 0.0
         self.seconds_per_step = 1.0  # the time from one inner step to the next, of the last window; 1 before the first
+        self._durations: deque[float] = deque(maxlen=USUAL_OF)
         self._stepped_at, self._busy_s = loop_s(), device.busy_s
         self.awaits_text = False  # whether its source has asked for text that has not come
 
@@ -181,6 +185,7 @@ class Replica:
             disowned = events.Disowned(stage=self.stage, round=self.rounds.finished, loss=ours, usual=usual)
             self._context.reporter.record(disowned)
         self.seconds_per_step = max(1e-6, now_s - self._stepped_at)
+        self._durations.append(self.seconds_per_step)
         device_s = self._device.busy_s - self._busy_s
         self._stepped_at, self._busy_s = now_s, self._device.busy_s
         newest = tokens / self.seconds_per_step
@@ -197,6 +202,11 @@ class Replica:
                 stale=sum(outcome.stale for outcome in outcomes),
             )
         )
+
+    @property
+    def late_s(self) -> float:
+        """For how many seconds an inner step may last and be no late one; infinite before the first."""
+        return max(IDLE_S, LATE_STEPS * median_low(self._durations)) if self._durations else math.inf
 
     @property
     def stranded(self) -> bool:
@@ -316,7 +326,11 @@ class Replica:
 
     def describe(self, state: PeerState) -> PeerRecord:
         """Return our record for the roster."""
-        waits = None if state is PeerState.FINISHED else self.waits()
+        waits, tokens_per_s, idle_s = None, self._tokens_per_s, loop_s() - self._stepped_at
+        if state is not PeerState.FINISHED:
+            waits = self.waits()
+            if idle_s > self.late_s:  # what it was before says nothing of now
+                tokens_per_s = min(tokens_per_s, self._context.run.tokens(self._context.run.samples_per_step) / idle_s)
         return PeerRecord(
             peer=self.peer,
             stage=self.stage,
@@ -325,7 +339,7 @@ class Replica:
             inner_steps=self.inner_steps,
             progress=self.progress.value,
             device_s=self._microbatch_s,
-            tokens_per_s=self._tokens_per_s,
+            tokens_per_s=tokens_per_s,
             # Readers refuse a record with a number that is not finite.
             loss=_publishable(self._loss),
             gap=_publishable(self._gap),

@@ -1,4 +1,6 @@
-"""Reports of a node that trains: its record to the swarm, totals to the journal, a line to its owner."""
+"""Reports of a node that trains: its record to the swarm, totals to the journal, lines to its owner, and why it stands
+still.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,14 @@ from typing import NoReturn
 
 from noloco_node.journal import events
 from noloco_node.limits.rate_limit import spending
+from noloco_node.node.health import Condition
 from noloco_node.node.node_context import NodeContext
 from noloco_node.node.replica import Replica
 from noloco_node.observe.bottleneck import all_waits
-from noloco_node.run.peer_state import PeerState
+from noloco_node.run.peer_state import LONGEST_DETAIL, PeerState
 from noloco_node.swarm.roster import HOP_LETTERS, MOST_HOPS, PeerRecord
 from noloco_node.tasks import loop_s
+from noloco_node.units import format_duration
 
 LINE_EVERY_S = 10.0
 RECEIPTS_EVERY_S = 60.0
@@ -30,8 +34,7 @@ class ProgressReporter:
         self._membership, self._network, self._reporter = context.membership, context.network, context.reporter
         self._run, self._hops = context.run, HopSample(loop_s())
         self._device, self._speed = context.host.device, DeviceSpeed()
-        self._meetings = MissedMeetings()
-        self._warn = context.warn
+        self._meetings, self._stall = MissedMeetings(), Stall()
         self.hops: tuple[tuple[str, int], ...] = ()  # next hops for our record, as `HopSample` has them
 
     async def run(self) -> NoReturn:
@@ -50,7 +53,6 @@ class ProgressReporter:
             if now_s - speed_at >= SPEED_EVERY_S:
                 speed_at = now_s
                 self._look_at_speed()
-            self._look_at_meetings()
             waits = self._replica.waits()
             waits_for = waits and (waits.cause, waits.detail)
             if waits_for != waited_for:
@@ -70,21 +72,22 @@ class ProgressReporter:
                 "or its memory is short and the driver moves parts of it to main memory, as it does on Windows (WSL2) "
                 "and on some laptops; end other programs, or serve a smaller stage"
             )
-            self._warn(text)
-            self._reporter.record(events.Noticed(what="device", text=text))
+            self._reporter.notice("device", text)
 
-    def _look_at_meetings(self) -> None:
-        counts, stage = self._replica.rounds.statistics(), self._replica.stage
-        others = sum(record.peer != self._membership.me for record in self._membership.roster.stage(stage))
-        alone = self._meetings.look(int(counts["met"]), int(counts["solo"]), others)
-        if alone is not None:
-            text = (
-                f"{alone} outer steps in a row were taken alone, though the roster lists {others} more of stage "
-                f"{stage}: "
-                f"{self._replica.rounds.silence or 'none of them was ready when we were'}"
-            )
-            self._warn(text)
-            self._reporter.record(events.Noticed(what="rounds", text=text))
+    def conditions(self) -> dict[str, Condition]:
+        """Return why no microbatch comes back, and why no partner is met, where either has lasted."""
+        replica, me, rounds = self._replica, self._membership.me, self._replica.rounds
+        patience_s = replica.late_s if replica.late_s < inf else 2.0 * self._run.pipeline.budget_s
+        stall = self._stall.look(replica.statistics(), loop_s(), max(STALL_S, patience_s), replica.stage)
+        listed = self._membership.roster.stage(replica.stage)
+        others = sum(each.peer != me and each.state is PeerState.TRAINING for each in listed)
+        alone = self._meetings.look(rounds.statistics(), rounds.view.put_off, others, replica.stage, rounds.silence)
+        found = {"stall": None if rounds.holds_training else stall, "rounds": alone}
+        return {what: condition for what, condition in found.items() if condition is not None}
+
+    def forgive(self) -> None:
+        """Let the time until now be no stall: we were away ourselves."""
+        self._stall.end()
 
     def record_totals(self) -> None:
         """Journal the totals so far: microbatches by next hop, bytes by purpose."""
@@ -121,24 +124,90 @@ class ProgressReporter:
             self._reporter.record(events.Receipts(claimed=claimed, signed=signed, own=tokens(own)))
 
 
+STATUS = "`noloco-node status INVITE` shows"
+ROOM = f"another peer with --stage {{below}}, unless {STATUS} that a later stage holds it up"
+HANGS = f"{STATUS} whether it works for others, and `noloco-node doctor INVITE` what is in the way here"
+BEHIND = f"{STATUS} which later stage has nobody, too few, or a slow one; a peer with --stage N helps it"
+DEVICE = "end other programs on the device, or start this node again"
+STALLS: Mapping[str, tuple[str, str]] = {
+    "downstream.refused_full": ("refused by stage {below} as full", ROOM),
+    "downstream.refused_leaving": ("refused by replicas of stage {below} that leave, or are not ready", ROOM),
+    "downstream.refused_no_route": ("sent back by stage {below}, which reaches no later one", BEHIND),
+    "downstream.lost_given_up": ("not answered by stage {below} in time", HANGS),
+    "downstream.lost_unreachable": ("not taken, for stage {below} was not reached", HANGS),
+    "downstream.lost_broken": ("broken off on the way to stage {below} or back", HANGS),
+    "worker.refused_late": ("refused here, for the device would not have been in time", DEVICE),
+    "worker.shortages": ("without memory here", DEVICE),
+    "downstream.calls": ("under way to stage {below}", HANGS),
+    "gate.turns": ("with a gradient, waiting for the others of the window", BEHIND),
+    "here": ("at our own device", DEVICE),
+}
+"""Why microbatches do not come back, and what to try: by totals of a replica, and what is under way now."""
+UNDER_WAY = ("downstream.calls", "gate.turns")  # these are no totals: they count the present
+STANDS = "no microbatch has come back for "
+STALL_S = 180.0  # a shorter one is not told
+
+
+class Stall:
+    """Notices that no microbatch comes back, and why.
+
+    A step is late after several times what one usually takes (`Replica.late_s`), and in a step many microbatches come
+    back: so neither large windows nor slow devices are called a stall.
+    """
+
+    def __init__(self) -> None:
+        self._since_s, self._before = 0.0, dict[str, float]()
+
+    def end(self) -> None:
+        """Begin to wait anew."""
+        self._before = {}
+
+    def look(self, totals: dict[str, float], now_s: float, patience_s: float, stage: int) -> Condition | None:
+        """Return why nothing comes back. `totals`: the statistics of a replica of this stage."""
+        if totals["worker.succeeded"] != self._before.get("worker.succeeded"):
+            self._since_s, self._before = now_s, totals | dict.fromkeys(UNDER_WAY, 0)
+        away = sum(totals.get(name, 0) for name in (*UNDER_WAY, "downstream.waiting"))
+        totals = totals | {"here": max(0, totals["gate.in_flight"] - away)}
+        idle = not totals["gate.in_flight"] and not totals.get("downstream.waiting")
+        whole = totals["gate.succeeded"] >= totals["gate.window"]  # what follows is the step's
+        if now_s - self._since_s < patience_s or whole:
+            return None
+        counts = {name: round(totals.get(name, 0) - self._before.get(name, 0)) for name in STALLS}
+        causes = sorted((name for name in STALLS if counts[name] > 0), key=lambda name: -counts[name])
+        if idle and not causes and not stage:
+            return None  # a source draws none: it has no text, or its part is done
+        why = ", ".join(f"{counts[name]} {STALLS[name][0]}" for name in causes).format(below=stage + 1)
+        what = f"no microbatch has come from stage {stage - 1} for " if idle and not causes else STANDS
+        since = f"{what}{format_duration(now_s - self._since_s)}{': ' * bool(why)}{why}"
+        hint = STALLS[causes[0]][1] if causes else f"{STATUS} whether that stage has a replica at work"
+        return Condition(since[:LONGEST_DETAIL], f"{since}. Try: {hint.format(below=stage + 1)}", "the stall is over")
+
+
 class MissedMeetings:
-    """Notices that a replica trains alone beside others: once, and again after the next meeting."""
+    """Notices that a replica trains alone beside others, and why."""
 
     ALONE = 3
 
     def __init__(self) -> None:
-        self._met = self._solo_before = 0
-        self._said = False
+        self._before: Mapping[str, float] = {}  # the totals at the last meeting
 
-    def look(self, met: int, solo: int, others: int) -> int | None:
-        """Return how many outer steps in a row were taken alone, where that is to be said."""
-        if met > self._met or not others:
-            self._met, self._solo_before, self._said = met, solo, False
-        alone = solo - self._solo_before
-        if self._said or alone < self.ALONE:
+    def look(
+        self, totals: Mapping[str, float], put_off: int, others: int, stage: int, silence: str
+    ) -> Condition | None:
+        """Return why nobody is met. `put_off`: partners that are left alone; `silence`: why the last one was silent."""
+        if totals["met"] > self._before.get("met", -1) or not others:
+            self._before = dict(totals)
+        since = {name: round(totals[name] - self._before[name]) for name in ("solo", "declined", "unanswered", "lost")}
+        if since["solo"] < self.ALONE:
             return None
-        self._said = True
-        return alone
+        text = f"{since['solo']} outer steps in a row were taken alone, though the roster lists {others} more of stage"
+        silent = f"had no answer (the last one: {silence})"
+        words = {"declined": "proposals were declined", "unanswered": silent, "lost": "meetings broke off"}
+        why = [f"{since[name]} {words[name]}" for name in words if since[name]]
+        why += [f"{put_off} partners are left alone for now"] * (put_off > 0)
+        causes = ", ".join(why) or "none of them was ready when we were"
+        over = "no outer step is taken alone beside others any more"
+        return Condition(text.partition(",")[0], f"{text} {stage} at work: {causes}", over)
 
 
 class DeviceSpeed:

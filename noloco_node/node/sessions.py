@@ -25,7 +25,7 @@ from noloco_node.limits.rate_limit import LimitHook
 from noloco_node.machine.signals import Departure
 from noloco_node.network.calls import HookedNetwork
 from noloco_node.network.interface import PeerNetwork
-from noloco_node.tasks import loop_s, until_event
+from noloco_node.tasks import background, loop_s, until_event
 from noloco_node.units import format_bytes, format_duration
 
 LOOK_EVERY_S = 60.0
@@ -98,10 +98,9 @@ class Sessions:
 
     async def pause(self, for_s: float) -> None:
         """Wait so long, or until the node may not work any more."""
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + for_s
+        until_s = loop_s() + for_s
         while True:
-            left_s = min(until_s - loop.time(), self.lasts_s())
+            left_s = min(until_s - loop_s(), self.lasts_s())
             if left_s <= 0.0:
                 return
             await asyncio.sleep(min(max(left_s, 0.01), LOOK_EVERY_S))
@@ -124,16 +123,8 @@ class Sessions:
             network = HookedNetwork(network, hook)
             if self._line_share is not None:
                 hook.share_with_rounds(*self._line_share)
-        async with asyncio.TaskGroup() as group:
-            watching = [
-                group.create_task(self._close(asked, over), name="end of the session"),
-                group.create_task(self._count(network, hook), name="traffic of the month"),
-            ]
-            try:
-                yield network, over
-            finally:
-                for task in watching:
-                    task.cancel()
+        async with background(self._close(asked, over), self._count(network, hook)):
+            yield network, over
 
     def goes_on(self) -> bool:
         """Say whether the hours or the cap ended the last session."""
@@ -208,13 +199,12 @@ async def live_in_sessions(
     `opened` opens the network of a session. From the second session on we leave at once when asked, even while we wait
     for the hours, for a network that opens, or for a pause to end.
     """
-    loop, asked = asyncio.get_running_loop(), leaving.asked
-    returns, failures = False, 0
+    asked, returns, failures = leaving.asked, False, 0
     while True:
         await until_event(asked, sessions.begin())
         if asked.is_set():
             return
-        begun_s = loop.time()
+        begun_s = loop_s()
         try:
             await _one_session(sessions, asked, opened, take_part)
         except Exception as error:
@@ -228,7 +218,7 @@ async def live_in_sessions(
                 return
             leaving.polite, returns, failures = True, True, 0
             continue
-        failures = 1 if loop.time() - begun_s >= STEADY_S else failures + 1
+        failures = 1 if loop_s() - begun_s >= STEADY_S else failures + 1
         wait_s = pause_s(failures)
         if wait_s < sessions.lasts_s():
             say(f"{what}: trying again in {format_duration(wait_s)}, Ctrl-C leaves now")
@@ -241,15 +231,14 @@ async def live_in_sessions(
 
 async def _one_session(sessions: Sessions, asked: asyncio.Event, opened: Opened, take_part: TakePart) -> None:
     """Take part in one session; give up if we are asked to leave before the network is open."""
-    loop = asyncio.get_running_loop()
 
     async def give_up(way_in: asyncio.Timeout) -> None:
         await asked.wait()
-        way_in.reschedule(loop.time())
+        way_in.reschedule(loop_s())
 
     try:
         async with asyncio.timeout(None) as way_in:
-            watch = loop.create_task(give_up(way_in), name="way in")
+            watch = asyncio.create_task(give_up(way_in), name="way in")
             try:
                 async with opened() as whole, sessions.session(whole, asked) as (network, leave):
                     watch.cancel()  # `leave` is heeded from now on

@@ -295,7 +295,7 @@ async def _measure(context: NodeContext, stage: StageModel, number: int) -> tupl
     # At work more graphs are in flight than the memory may keep.
     device_s = probe.device_s * (host.passes[number] / host.passes_alone[number] if host.passes else 1.0)
     if device_s > run.pipeline.budget_s / 2:
-        context.warn(
+        context.reporter.warn(
             f"a microbatch takes this device {format_duration(device_s)} at stage {number}, and is given up after "
             f"{format_duration(run.pipeline.budget_s)} on its way (pipeline.budget_s): much of this node's work "
             "may not count. Another --device, or a stage with less work (--stage), is faster"

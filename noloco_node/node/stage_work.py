@@ -120,7 +120,7 @@ class StageWork:
                     await self._membership.changed()
             roster = self._membership.roster
             # Another stage, which is no sample, may change every few seconds; and one that cannot be read stays old.
-            age_s = loop_s() - max(read_s, roster.stage_read_at(0))
+            age_s = loop_s() - max(read_s, roster.sources_read_at)
             if roster.is_sample and seems_over() and age_s >= LEAST_PAUSE_S:
                 read_s = loop_s()
                 await self._membership.peek()

@@ -115,7 +115,7 @@ class RosterObserver(views.SwarmObserver):
             waits, since_s, cause = wait_words(wait, record.stage), wait.seconds, wait.cause
         elif silent_s is None and record.moves_to is not None:
             waits = f"moves to stage {record.moves_to}"
-        # What a record says of its peer's speed does not fall while it stands still.
+        # What a record says of its peer's speed falls late while it stands still.
         idle = wait is not None and CAUSES.get(wait.cause) in (Cause.MICROBATCHES, Cause.ROUTE)
         speed = record.tokens_per_s if record.state is PeerState.TRAINING and not idle else 0.0
         busy = speed / self._run.pipeline.microbatch_tokens * record.device_s

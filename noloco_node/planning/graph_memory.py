@@ -24,7 +24,7 @@ from torch.nn import functional
 from noloco_node.machine.memory import GraphBytes, SavedTensors
 from noloco_node.planning.model_layout import ModelLayout
 from noloco_node.run.config import PipelineConfig
-from pipeline.adapters.lora import Adapter
+from pipeline.adapters.settings import AdapterConfig
 from pipeline.decoder_slice import Cut, find_decoder_parts, multiplied_weights
 from pipeline.forward_pass import LOGITS, Slice
 from pipeline.model_config import Config, Prepared
@@ -59,7 +59,7 @@ class _Family:
     """The small models of one config, and what was measured of them."""
 
     def __init__(
-        self, config: Config, lengths: tuple[int, ...], half: bool, packed: bool, adapter: Adapter | None
+        self, config: Config, lengths: tuple[int, ...], half: bool, packed: bool, adapter: AdapterConfig | None
     ) -> None:
         self._adapter = adapter
         self._config, self._lengths, self._half, self._packed = config, lengths, half, packed
@@ -134,7 +134,7 @@ class _Family:
         return _Kept(rest.bytes, logits.bytes / (ids.numel() * _VOCABULARY), plain)
 
 
-_families: dict[tuple[str, tuple[int, ...], bool, bool, Adapter | None], _Family] = {}
+_families: dict[tuple[str, tuple[int, ...], bool, bool, AdapterConfig | None], _Family] = {}
 
 
 def graph_bytes(
@@ -181,7 +181,7 @@ def _rotated(config: Config, head: int) -> list[float]:
     return [round(share * head, 6), *(float(each) for each in named if each)]
 
 
-def _family(prepared: Prepared, length: int, half: bool, packed: bool, adapter: Adapter | None) -> _Family:
+def _family(prepared: Prepared, length: int, half: bool, packed: bool, adapter: AdapterConfig | None) -> _Family:
     """Return the family of a config, whose windows are short where sequences of this length are longer."""
     config = prepared.config
     cut = {name: _SHORT_WINDOW for name in _WINDOWS if 0 < (getattr(config, name, None) or 0) < length}

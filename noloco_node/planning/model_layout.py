@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,7 @@ from noloco_node.run.config import ModelConfig, RunConfig
 from noloco_node.units import format_bytes
 from pipeline import partition
 from pipeline.adapters import frozen_weights
-from pipeline.adapters.frozen_weights import Form
-from pipeline.adapters.lora import Adapter
+from pipeline.adapters.settings import AdapterConfig, Form
 from pipeline.decoder_slice import Cut, NotSliceableError, Subspace
 from pipeline.forward_pass import Slice, StageSettings
 from pipeline.messages import check_width
@@ -43,6 +43,7 @@ class ModelLayout(NamedTuple):
     """
 
     prepared: Prepared
+    seed: int
     cuts: tuple[Cut, ...]
     sizes: tuple[partition.SliceSize, ...]
     work: tuple[int, ...]
@@ -54,7 +55,7 @@ class ModelLayout(NamedTuple):
         return tuple(size.shapes for size in self.sizes)
 
     @property
-    def adapter(self) -> Adapter | None:
+    def adapter(self) -> AdapterConfig | None:
         """The adapters over the frozen model; None where all weights are trained."""
         return self.cuts[0].adapter
 
@@ -85,7 +86,7 @@ class ModelLayout(NamedTuple):
         """Return the cut that is the whole model with its adapters, frozen in this form."""
         assert self.adapter is not None, "adapters are trained"
         return self.cuts[0]._replace(
-            end_layer=self.cuts[-1].end_layer, head=True, adapter=self.adapter._replace(base=form)
+            end_layer=self.cuts[-1].end_layer, head=True, adapter=replace(self.adapter, base=form)
         )
 
     @property
@@ -152,22 +153,21 @@ def _model_layout(run: RunConfig) -> ModelLayout:
             str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}",
             "correct [model], [pipeline] or [adapter] in the run file",
         ) from error
-    return ModelLayout(prepared, cuts, tuple(sizes), work, tuple(size.shapes for size in checkpoint))
+    return ModelLayout(prepared, run.seed, cuts, tuple(sizes), work, tuple(size.shapes for size in checkpoint))
 
 
-def _adapter(run: RunConfig, prepared: Prepared) -> Adapter | None:
+def _adapter(run: RunConfig, prepared: Prepared) -> AdapterConfig | None:
     """Return what a run trains over a frozen model; raise ValueError where the model does not allow it."""
     wanted = run.adapter
     if not wanted.is_trained:
         return None
-    adapter = Adapter(**msgspec.structs.asdict(wanted), seed=run.seed)
     names = partition.adapter_targets(prepared.config)
     for target in wanted.targets:
-        if not any(adapter._replace(targets=(target,)).is_for(name) for name in names):
+        if not any(replace(wanted, targets=(target,)).is_for(name) for name in names):
             there = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
             raise ValueError(f"adapter.targets names {target}, and the linear layers of this model are {there}")
-    partition.verify_adapters(prepared.config, adapter)
-    return adapter
+    partition.verify_adapters(prepared.config, wanted)
+    return wanted
 
 
 def _check_rows(prepared: Prepared) -> None:
@@ -203,7 +203,7 @@ def build_stage(run: RunConfig, plan: ModelLayout, number: int, device: torch.de
 def frozen_whole(layout: ModelLayout, paths: Sequence[Path], form: Form) -> Slice:
     """Return the whole model of a run that trains adapters, in this form, from the files that it starts from."""
     assert layout.adapter is not None, "adapters are trained"
-    part = partition.build(layout.prepared, layout.whole(form), layout.adapter.seed)
+    part = partition.build(layout.prepared, layout.whole(form), layout.seed)
     from noloco_node.planning.checkpoint_map import load_frozen
 
     load_frozen(layout.prepared, layout.whole_checkpoint, paths, partial(frozen_weights.load, part))

@@ -21,6 +21,7 @@ from noloco_node.planning.plan import LEAST_ROUNDS, LEAST_STEPS, Memory
 from noloco_node.planning.throughput import Machines, Throughput, fits, forecast, gpu_memories, missing
 from noloco_node.run.config import MOST_MICROBATCHES, PipelineConfig, RunConfig
 from noloco_node.units import format_bytes
+from pipeline.adapters.settings import Form
 from pipeline.inner_step import MomentForm
 from pipeline.messages import ACTIVATION_CODECS, check_width
 
@@ -31,7 +32,7 @@ STALE = 1.1
 """What a second window in flight must bring in tokens a second: its gradients are stale, and short runs learn less then
 (research/results.md, "Two windows")."""
 CLEARLY = 1.1  # what 8-bit codes must bring in tokens a second to take the place of float32
-_FORMS = ("bfloat16", "int8", "nf4")  # of a frozen model, from the most bits to the fewest
+_FORMS: tuple[Form, ...] = ("bfloat16", "int8", "nf4")  # of a frozen model, from the most bits to the fewest
 _LEAST_BYTES: dict[MomentForm, int] = {"float32": 16, "int8": 5}
 """A parameter takes on a device, by the form of the state: weights, gradients and moments that cannot lie beside it."""
 _AMPLE = 1e15  # bytes of memory in which every stage fits
@@ -69,7 +70,7 @@ def plan_in_any_form(run: RunConfig, machines: Machines) -> Planned:
     """
     best: Planned | None = None
     for form in _FORMS:
-        adapter = structs.replace(run.adapter, base=form)
+        adapter = replace(run.adapter, base=form)
         try:
             plan = plan_for(structs.replace(run, adapter=adapter), machines)
         except UserError:

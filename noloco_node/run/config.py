@@ -1,7 +1,8 @@
 """The fields of a run file: types, bounds and defaults. All peers of a run hold the same ones.
 
-`gossip.settings` declares the section `outer`, `pipeline.inner_step` the section `inner`. What several packages ask of
-a field is a property or method here. `noloco_node.run.runfile` reads and validates a run file, and computes its digest.
+`gossip.settings` declares the section `outer`, `pipeline.inner_step` the section `inner`, `pipeline.adapters.settings`
+the section `adapter`. What several packages ask of a field is a property or method here. `noloco_node.run.runfile`
+reads and validates a run file, and computes its digest.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from noloco_node.errors import config_error
 from noloco_node.run.fields import short
 from noloco_node.storage.weight_store import WeightFile
 from noloco_node.units import format_bytes
+from pipeline.adapters.settings import NO_ADAPTER, AdapterConfig
 from pipeline.admission_window import MOST_IN_FLIGHT
 from pipeline.inner_step import InnerConfig
 
@@ -343,33 +345,6 @@ def _kind_and_place(source: str) -> tuple[str, str]:
     if plain.endswith((".json", ".jsonl", ".ndjson")):
         return "json", source
     return "parquet" if plain.endswith(".parquet") else "text", source
-
-
-class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Low-rank adapters (LoRA), which are trained over a finished model whose own weights stay as they are."""
-
-    rank: Annotated[int, Meta(ge=0, le=4096)] = 0
-    """Of each adapter; 0: there are none, and all weights are trained."""
-    alpha: Annotated[float, Meta(ge=1e-3, le=1e6)] = 32.0
-    """What an adapter adds counts alpha / rank times."""
-    dropout: Annotated[float, Meta(ge=0.0, le=0.95)] = 0.0
-    """Share of an adapter's input zeroed in training."""
-    targets: tuple[str, ...] = ("all-linear",)
-    """The linear layers that have an adapter, by the ends of their names, such as q_proj; "all-linear" is each."""
-    freeze_a: bool = False
-    """Whether the first matrix of each adapter stays as it was drawn (FFA-LoRA): half of the bytes, and a mean of two
-    replicas' adapters is then that of their products."""
-    base: Literal["bfloat16", "float32", "int8", "nf4"] = "bfloat16"
-    """The form of the model's own matrices, on each machine; as codes ("int8", "nf4") those of the linear layers in the
-    decoder's layers, and the others bfloat16."""
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether a run trains adapters, and not all weights."""
-        return self.rank > 0
-
-
-NO_ADAPTER = AdapterConfig()
 
 
 class AdmissionRule(StrEnum):

@@ -21,7 +21,7 @@ import msgspec
 
 from noloco_node.errors import UserError, config_error
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T")
 
 REQUIRED = object()  # stands for the default of a field that has none
 
@@ -164,7 +164,7 @@ def _unknown_field(table: dict[str, Any], section: type) -> str | None:
     return None
 
 
-def _misfit(complaint: str, file: type[msgspec.Struct], origin: str, line: Callable[[str], str], at: str) -> UserError:
+def _misfit(complaint: str, file: type, origin: str, line: Callable[[str], str], at: str) -> UserError:
     """Turn msgspec's complaint about a table of the type `file` into a `UserError`: the field, its value, a remedy."""
     # A field that is unknown may have any name, also one that looks like a place.
     placed = re.fullmatch(r"(.*) - at `(\$[^`]*)`", complaint, re.DOTALL)

@@ -18,6 +18,7 @@ from gossip.settings import OuterConfig
 from noloco_node.run import config
 from noloco_node.run.fields import Problem, out_of_bounds, within
 from noloco_node.storage.weight_store import WeightFile
+from pipeline.adapters.settings import NO_ADAPTER, AdapterConfig
 from pipeline.messages import check_width
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -73,13 +74,13 @@ def _wrong(section: str, fields: Any, name: str, why: str, hint: str) -> Problem
     return Problem(f"{section}.{name}", repr(getattr(fields, name)), why, hint)
 
 
-def _adapter(adapter: config.AdapterConfig, model: config.ModelConfig) -> Iterator[Problem]:
+def _adapter(adapter: AdapterConfig, model: config.ModelConfig) -> Iterator[Problem]:
     wrong = partial(_wrong, "adapter", adapter)
     if model.frozen_files and not (adapter.is_trained and model.weights):
         why = "they are files of model.weights as adapters are trained over it"
         yield Problem("model.frozen_files", "given", why, "leave them out")
     if not adapter.is_trained:
-        if adapter != config.NO_ADAPTER:
+        if adapter != NO_ADAPTER:
             yield wrong("rank", "without a rank there is no adapter", "16, for example")
         return
     for each in model.frozen_files:

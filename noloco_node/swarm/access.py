@@ -240,12 +240,8 @@ async def connected(settings: NetworkSettings, met: KnownPeers | None = None) ->
             wider = msgspec.structs.replace(settings, bootstrap=doors)
             network = await stack.enter_async_context(Libp2pNetwork.open(wider, say, met))
             say("no bootstrap peer opened; back by way of peers that we met before")
-        group = await stack.enter_async_context(asyncio.TaskGroup())
-        watch = group.create_task(network.wait_daemon(), name="daemon watch")
-        try:
+        async with background(network.wait_daemon()):
             yield network
-        finally:
-            watch.cancel()
 
 
 class Visitor(msgspec.Struct, frozen=True):

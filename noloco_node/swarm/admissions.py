@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from contextlib import AsyncExitStack
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -109,10 +108,8 @@ class HostedAdmissions:
         A list that cannot be read is said once, and tried again until it can.
         """
         told = ""
-        async with AsyncExitStack() as stack:
-            if self._access is not None:
-                renewing = supervised("renewing our ticket", partial(self._access.renew, say), warn)
-                await stack.enter_async_context(background(renewing))
+        own = [] if self._access is None else [partial(self._access.renew, say)]
+        async with background(*(supervised("renewing our ticket", renew, warn) for renew in own)):
             while True:
                 await asyncio.sleep(WATCH_S)
                 if self._admission.owner is not None:

@@ -6,8 +6,10 @@ Rosters of different peers differ for a while; every decision tolerates that.
 from __future__ import annotations
 
 import math
+import os
 import unicodedata
 from collections.abc import Callable
+from hashlib import blake2b
 from typing import Annotated, Generic, TypeVar
 
 import msgspec
@@ -29,6 +31,7 @@ NUMBER_BITS = 16
 """Of a fraction in a brief record: it is right to one part in 65,000."""
 MOST_WAITS = 4
 """The most waits in a record."""
+_SALT = os.urandom(16)
 
 
 def speed(device_s: float) -> float:
@@ -186,9 +189,10 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
     def stage(self, number: int) -> tuple[PeerRecord, ...]:
         return self.stages[number]
 
-    def stage_read_at(self, number: int) -> float:
-        """Return when the records of a stage were read (loop seconds)."""
-        return self.stages_read_at[number] if self.stages_read_at else self.read_at
+    @property
+    def sources_read_at(self) -> float:
+        """When the records of stage 0 were read (loop seconds)."""
+        return self.stages_read_at[0] if self.stages_read_at else self.read_at
 
     def size(self, number: int) -> StageSize:
         """Return how many replicas a stage has."""
@@ -203,9 +207,13 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def some_addresses(roster: Roster) -> list[str]:
-    """Return one address of each living peer, unless it leads to another peer."""
+    """Return one address of each living peer, unless it leads to another peer.
+
+    They come in an order that nobody outside can work out: an invite has the first few, and ids are easily chosen.
+    """
     living = [record for stage in roster.stages for record in stage if record.addresses]
-    return [record.addresses[0] for record in living if record.addresses[0].endswith(f"/p2p/{record.peer}")]
+    found = [record.addresses[0] for record in living if record.addresses[0].endswith(f"/p2p/{record.peer}")]
+    return sorted(found, key=lambda place: blake2b(place.encode(), key=_SALT).digest())
 
 
 class Derived(Generic[T]):

@@ -19,7 +19,7 @@ from typing import NoReturn
 import msgspec
 
 from noloco_node.admission.admission_state import not_admitted, not_for, told
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit, UserError, one_line
 from noloco_node.network.calls import ask, patient
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema
@@ -122,7 +122,7 @@ async def _from_first(network: PeerNetwork, peers: Sequence[str], digest: str, a
         try:
             recipe = await asyncio.to_thread(RunFileText, reply.text, f"the run file from {peer}", allowed)
         except UserError as trouble:  # that peer's text, or a directory that is not here: the next may do better
-            answers.append(f"{peer}: {trouble.what} {trouble.why}")
+            answers.append(one_line(f"{peer}: {trouble.what} {trouble.why}"))
             continue
         if recipe.digest != digest:
             answers.append(f"{peer}: serves a run with the digest {recipe.digest[:12]}")

@@ -102,7 +102,7 @@ class SampledWork:
 
     def take(self, roster: Roster) -> tuple[float, float]:
         """Note a reading of stage 0; return the samples that all drew since the one before, and draw in a second."""
-        now_s, records = roster.stage_read_at(0), {each.peer: each for each in roster.stage(0)}
+        now_s, records = roster.sources_read_at, {each.peer: each for each in roster.stage(0)}
         before = {
             peer: watched.now(records[peer].samples)
             for peer, watched in self._watched.items()
@@ -139,7 +139,7 @@ class RunSamples:
         self._work, self._estimate = SampledWork(run.samples_per_step), float(reached)
         """The run's samples by the last reading while the roster is a sample, and as last told before."""
         self._work.take(membership.roster)
-        self._noted_s = membership.roster.stage_read_at(0)
+        self._noted_s = membership.roster.sources_read_at
         """The last reading of stage 0 that the estimate takes into account (loop seconds)."""
         self._most_finished = False
         """Whether most sources of a sample have said that they have finished; they are in no later one."""
@@ -184,9 +184,9 @@ class RunSamples:
     def _estimate_now(self, roster: Roster) -> float:
         """Note a reading, and return the estimate of the run's samples that follows; it never falls."""
         self._is_estimate |= roster.is_sample
-        if self._is_estimate and roster.stage_read_at(0) == self._noted_s:
+        if self._is_estimate and roster.sources_read_at == self._noted_s:
             return self._estimate
-        passed_s, self._noted_s = roster.stage_read_at(0) - self._noted_s, roster.stage_read_at(0)
+        passed_s, self._noted_s = roster.sources_read_at - self._noted_s, roster.sources_read_at
         # Work that only a sample shows counts by its estimate; what was done before is counted exactly.
         drawn, rate = self._work.take(roster)
         if self._is_estimate:

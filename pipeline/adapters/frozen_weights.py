@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-Form = Literal["float32", "bfloat16", "int8", "nf4"]
+from pipeline.adapters.settings import Form
+
 PLAIN = ("float32", "bfloat16")  # forms that are no codes
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "nf4": torch.uint8}
 NF4_BLOCK = 64  # values that share a scale

@@ -14,37 +14,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeline.adapters.frozen_weights import PLAIN, Form, FrozenLinear, as_multiplied, freeze, is_linear
+from pipeline.adapters.frozen_weights import PLAIN, FrozenLinear, as_multiplied, freeze, is_linear
+from pipeline.adapters.settings import AdapterConfig, Form
 
-ALL_LINEAR = "all-linear"  # the target that is every linear layer of the decoder's layers
 _A, _B = "lora_A", "lora_B"
-
-
-class Adapter(NamedTuple):
-    """The adapters of a run. `targets`: ends of the names of layers that have one. `base`: the frozen weights' form.
-
-    `freeze_a`: A stays as it was drawn. `seed`: the run's.
-    """
-
-    rank: int
-    alpha: float
-    dropout: float
-    targets: tuple[str, ...]
-    freeze_a: bool
-    base: Form
-    seed: int
-
-    def is_for(self, name: str) -> bool:
-        """Say whether the linear layer of this name has an adapter."""
-        return any(target == ALL_LINEAR or f".{name}".endswith(f".{target}") for target in self.targets)
 
 
 class AdaptedLinear(FrozenLinear):
     """A frozen linear layer with an adapter, which begins without memory."""
 
-    def __init__(self, whole: nn.Module, adapter: Adapter) -> None:
+    def __init__(self, whole: nn.Module, adapter: AdapterConfig) -> None:
         super().__init__(whole, adapter.base)
-        self._scale = adapter.alpha / adapter.rank
+        self._scale = adapter.scale
         self.lora_dropout = nn.Dropout(adapter.dropout)
         self.lora_A = nn.Linear(self.in_features, adapter.rank, bias=False, device="meta")
         self.lora_B = nn.Linear(adapter.rank, self.out_features, bias=False, device="meta")
@@ -62,7 +43,7 @@ class AdaptedLinear(FrozenLinear):
         return super().ordinary() + (delta.t() if self.turned else delta)
 
 
-def adapt(whole: nn.Module, layers: str, adapter: Adapter) -> None:
+def adapt(whole: nn.Module, layers: str, adapter: AdapterConfig) -> None:
     """Freeze a model without weights, and give adapters to the linear layers below `layers` that are its targets."""
     outside: Form = "float32" if adapter.base == "float32" else "bfloat16"
     freeze(whole, outside)
@@ -100,12 +81,12 @@ def frozen_size(part: nn.Module) -> FrozenSize:
     )
 
 
-def begin(part: nn.Module, adapter: Adapter, device: torch.device | str) -> None:
+def begin(part: nn.Module, seed: int, device: torch.device | str) -> None:
     """Give a slice memory on a device: its adapters begin, and its frozen weights are zero until they are loaded."""
     for name, empty in part.state_dict(keep_vars=True).items():
         owner, _, own = name.rpartition(".")
         if owner.endswith(f".{_A}"):
-            values = _initial(name, empty, adapter.seed).to(device)
+            values = _initial(name, empty, seed).to(device)
         else:
             values = torch.zeros_like(empty, device=device)
         trained = isinstance(empty, nn.Parameter)
@@ -118,13 +99,9 @@ def _initial(name: str, empty: Tensor, seed: int) -> Tensor:
     return nn.init.kaiming_uniform_(torch.empty(empty.shape), a=math.sqrt(5), generator=generator)
 
 
-def drawn(part: nn.Module, adapter: Adapter) -> dict[str, Tensor]:
+def drawn(part: nn.Module, seed: int) -> dict[str, Tensor]:
     """Return every A of a slice that stays as it was drawn; the slice needs no memory."""
-    return {
-        f"{name}.weight": _initial(f"{name}.weight", holder.get_buffer("weight"), adapter.seed)
-        for name, holder in part.named_modules()
-        if adapter.freeze_a and name.endswith(f".{_A}")
-    }
+    return {name: _initial(name, empty, seed) for name, empty in part.named_buffers() if name.endswith(f".{_A}.weight")}
 
 
 def ordinary(part: nn.Module) -> Iterator[tuple[str, Tensor]]:

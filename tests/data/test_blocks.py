@@ -805,6 +805,7 @@ def test_what_is_not_read_is_counted_and_said(tmp_path: Path, capsys: pytest.Cap
         (tmp_path / f"{number:02}.txt").write_bytes("Das Käuzchen schläft.\n".encode("latin-1") * 90)
     (tmp_path / "ok.txt").write_text("plain\n" * 2000)
     (tmp_path / "torn.txt").write_bytes(b"plain\n" * 2000 + b"\xff")
+    (tmp_path / "zeros.txt").write_bytes(b"plain\n" * 2000 + b"\0\0")
     blocks = open_blocks(DataConfig(source="text", path=str(tmp_path), validation_percent=0.0), 64, 0, "peer")
     while blocks.position()["place"]["epoch"] < 2:
         blocks.next_batch(50)
@@ -813,7 +814,9 @@ def test_what_is_not_read_is_counted_and_said(tmp_path: Path, capsys: pytest.Cap
     counts = [line for line in said if "is not text in UTF-8 and is left out" in line]
     assert [line.rpartition("(")[2] for line in counts[1:]] == ["the first of 10 so far)", "the first of 12 so far)"]
     assert "text: torn.txt has characters that are not UTF-8, and they are replaced" in said
-    assert len(said) == 4
+    about_zeros = [line for line in said if "zeros.txt" in line]
+    assert about_zeros == ["text: zeros.txt has zero bytes, and they are trained on as they are"]
+    assert len(said) == 5
     assert blocks.news() == []
 
 

@@ -23,14 +23,13 @@ from noloco_node.export.exporter import export
 from noloco_node.export.frozen_files import with_frozen_files
 from noloco_node.export.sources import model_in, read_provenance
 from noloco_node.planning.model_layout import build_stage, model_layout
-from noloco_node.run.config import AdapterConfig
 from noloco_node.run.presets import run_text, with_fields
 from noloco_node.run.runfile import decode_run, load_run
 from noloco_node.storage.checkpoint import Checkpoint, save
 from noloco_node.storage.home import Home
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm.run_distribution import RunFileText
-from pipeline.adapters.frozen_weights import Form
+from pipeline.adapters.settings import AdapterConfig, Form
 
 pytestmark = pytest.mark.usefixtures("short_text")
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,19 @@ from user_errors import user_error
 
 from gossip.interface import OuterStepTaken, RoundSkipped
 from noloco_node.errors import Exit
-from noloco_node.journal.events import Continued, Finished, Hops, InnerStep, Started, StateChanged, decode, fields_of
+from noloco_node.journal.events import (
+    Continued,
+    Finished,
+    Hops,
+    InnerStep,
+    Noticed,
+    Started,
+    StateChanged,
+    decode,
+    fields_of,
+)
 from noloco_node.journal.reader import Tail, read
-from noloco_node.journal.writer import Journal, rotated
+from noloco_node.journal.writer import TAKEN_S, Journal, rotated
 from noloco_node.run.peer_state import LONGEST_DETAIL, PeerState, Wait, WaitCause
 
 
@@ -141,6 +152,42 @@ def test_a_full_disk_costs_events_and_no_crash(tmp_path: Path, monkeypatch: pyte
         room[0] = 10_000
         journal.write(step(4))
     assert steps(path) == [1, 4]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 2.0 * TAKEN_S)), max_size=40))
+def test_a_loss_is_told_when_it_begins_and_counted_when_it_ends(story: list[tuple[bool, float]]) -> None:
+    """Each line: whether the disk takes it, whole or in part, and how long after the one before it comes."""
+    told, lost, now_s, takes = list[str](), 0, [0.0], True
+    real, ends, begins, since = os.write, list[int](), 0, -1e9
+
+    def write(file: int, data: bytes) -> int:
+        return real(file, data if takes else data[:5])
+
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        path = Path(directory) / "journal.jsonl"
+        with Journal(path, now=lambda: now_s[0], tell=told.append) as journal:
+            patch.setattr(os, "write", write)
+            for number, (takes, passed_s) in enumerate(story):
+                now_s[0] += passed_s
+                if lost and now_s[0] - since >= TAKEN_S:
+                    if takes:
+                        ends.append(lost)
+                        lost = 0
+                    else:
+                        since = now_s[0]
+                begins += not takes and not lost
+                lost += not takes
+                since = since if takes else now_s[0]
+                journal.write(step(number))
+                assert len(told) == begins + len(ends), "nothing is told twice"
+            takes = True
+        ends += [lost] * (lost > 0)
+        kept = steps(path)
+        noticed = [event.text for event in read(path) if isinstance(event, Noticed)]
+    assert kept == [number for number, (taken, _) in enumerate(story) if taken]
+    assert sum("loses lines (No space left on device)" in line for line in told) == begins == len(ends)
+    assert noticed == [line for line in told if "were lost" in line]
+    assert [int(text.partition("; ")[2].split()[0]) for text in noticed] == ends
 
 
 def test_rotation_that_fails_drops_events_and_grows_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

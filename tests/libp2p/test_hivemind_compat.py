@@ -27,22 +27,17 @@ from hypothesis import strategies as st
 from noloco_node.admission.admission_state import AdmissionState, HeldTicket
 from noloco_node.admission.ticket import MEMBER, Right, encode, encode_list, grant, peer_of, signed_list
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p import hivemind_compat
+from noloco_node.libp2p import call_rules, hivemind_compat
+from noloco_node.libp2p.call_rules import CALLEE, KNOWN, PLACE_BYTES, Authorizer, CallRules, calling
 from noloco_node.libp2p.hivemind_compat import (
-    _CALLEE,
-    _KNOWN,
-    _PLACE_BYTES,
-    CallRules,
     DhtNode,
-    _Authorizer,
-    _calling,
     _name_callers,
     disconnect,
     forget_ghosts,
     load_hivemind,
     mend_calls,
 )
-from noloco_node.libp2p.node_search import MOST_NAMED
+from noloco_node.libp2p.record_holders import MOST_NAMED
 from noloco_node.libp2p.short_answers import MOST_VERSIONS, _packed
 
 SIGNATURES = {
@@ -204,8 +199,8 @@ def message(kind: str, **fields: Any) -> Any:
 async def is_answered(request: Any) -> bool:
     """Return whether a callee answers a request that its caller has signed."""
     rules = CallRules(code)
-    await _Authorizer(rules).sign_request(request, None)
-    return await _Authorizer(rules).validate_request(request)
+    await Authorizer(rules).sign_request(request, None)
+    return await Authorizer(rules).validate_request(request)
 
 
 def id_of(peer: Any) -> Any:
@@ -461,7 +456,7 @@ async def test_in_a_run_with_an_owner_a_caller_is_answered_by_its_ticket(kind: s
     server.pin(OWNER, "invited")
     caller = AdmissionState(RUN, lambda: NOW_S)
     caller.own = HeldTicket.fixed(TICKETS[shown])
-    calls, answers = _Authorizer(CallRules(code, caller)), _Authorizer(CallRules(code, server))
+    calls, answers = Authorizer(CallRules(code, caller)), Authorizer(CallRules(code, server))
     request = message(kind, peer=message("NodeInfo", node_id=b"n" * 20))
 
     async def handler(request: Any, context: Any) -> bool:
@@ -501,12 +496,12 @@ async def test_in_a_run_with_an_owner_an_answer_counts_by_the_ticket_that_the_ca
         caller.pin(OWNER, "invited")
     if knows == "the callee":
         assert caller.show(callee.to_base58(), member(1)) == ""
-    calls, answers = (_Authorizer(CallRules(code, each)) for each in (caller, server))
+    calls, answers = (Authorizer(CallRules(code, each)) for each in (caller, server))
 
     async def told() -> tuple[bool, bool]:
         """Return whether the answer counts, and whether it contains the ticket."""
         request, response = message(f"{kind}Request"), message(f"{kind}Response")
-        with _calling(callee):
+        with calling(callee):
             await calls.sign_request(request, None)
             await answers.sign_response(response, request)
             counts = await calls.validate_response(response, request)
@@ -523,21 +518,21 @@ async def test_what_hivemind_asks_by_itself_after_an_answer_is_not_taken_for_a_q
     nodes, callees = Neighbourhood([some_peer(Random(number)) for number in range(2)]), []
 
     async def enter(*_: Any) -> None:
-        callees.append(_CALLEE.get())
+        callees.append(CALLEE.get())
 
     nodes.protocol.update_routing_table = enter
     nodes.node.check_ids()
-    with _calling(nodes.peers[1]):
+    with calling(nodes.peers[1]):
         await asyncio.create_task(nodes.protocol.update_routing_table(id_of(nodes.peers[1]), nodes.peers[1]))
-        callees.append(_CALLEE.get())
+        callees.append(CALLEE.get())
     assert callees == ["", nodes.peers[1].to_base58()]
 
 
 def test_a_peer_that_we_ask_tells_the_time_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     peer, noted, told = some_peer(Random(0)), list[tuple[object, ...]](), 1.8e9
-    monkeypatch.setattr(hivemind_compat.CLOCK, "note", lambda *each, is_door: noted.append((*each, is_door)))
-    monkeypatch.setattr(hivemind_compat.CLOCK, "own_s", lambda: told)
-    calls = _Authorizer(CallRules(lambda *parts: b"c" * 32, None))
+    monkeypatch.setattr(call_rules.CLOCK, "note", lambda *each, is_door: noted.append((*each, is_door)))
+    monkeypatch.setattr(call_rules.CLOCK, "own_s", lambda: told)
+    calls = Authorizer(CallRules(lambda *parts: b"c" * 32, None))
 
     async def call_ping(_: Any) -> Any:
         request, response = inside("proto.dht_pb2:PingRequest")(), inside("proto.dht_pb2:PingResponse")(dht_time=1.0)
@@ -547,13 +542,13 @@ def test_a_peer_that_we_ask_tells_the_time_of_its_machine(monkeypatch: pytest.Mo
     node = DhtNode(SimpleNamespace(protocol=SimpleNamespace(storage=None, call_ping=call_ping)), id_of)
 
     async def main() -> None:
-        assert await node.ask_time(peer)
-        assert await node.ask_time(peer, is_door=True)
+        assert await node.ask_time(peer, "voice")
+        assert await node.ask_time(peer, "voice", is_door=True)
         assert await node.ping(peer)
         await call_ping(peer)  # which hivemind calls by itself
 
     asyncio.run(main())
-    assert noted == [(peer.to_base58(), told, is_door) for is_door in (False, True)]
+    assert noted == [("voice", told, is_door) for is_door in (False, True)]
 
 
 def test_a_machine_that_lends_no_lock_of_processes_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -577,7 +572,7 @@ def test_a_machine_that_lends_no_lock_of_processes_is_told_so(monkeypatch: pytes
 
 @pytest.mark.parametrize("module", ["utils.timed_storage", "dht.protocol", "dht.routing", "dht.node"])
 def test_hivemind_goes_by_the_clock_of_the_swarm(module: str) -> None:
-    assert inside(f"{module}:get_dht_time") == hivemind_compat.CLOCK.unix_s
+    assert inside(f"{module}:get_dht_time") == call_rules.CLOCK.unix_s
 
 
 @pytest.mark.parametrize("keys", [0, 1, 2, 100])
@@ -592,7 +587,7 @@ async def test_a_peer_that_says_an_id_that_is_none_neither_asks_nor_answers(kind
     info = message("NodeInfo", node_id=b"\xff" * size)
     request, response = message(f"{kind}Request", peer=info), message(f"{kind}Response", peer=info)
     assert await is_answered(request) == (size in (0, 20))
-    assert await _Authorizer(CallRules(code)).validate_response(response, request) == (size in (0, 20))
+    assert await Authorizer(CallRules(code)).validate_response(response, request) == (size in (0, 20))
 
 
 @pytest.mark.parametrize("wanted", [False, True])
@@ -605,7 +600,7 @@ async def test_no_caller_has_us_call_it_back(wanted: bool) -> None:
 async def counts(results: list[Any]) -> bool:
     """Return whether an answer of these results to a request for one key is taken."""
     request, response = message("FindRequest", keys=[b"k" * 20]), message("FindResponse", results=results)
-    return await _Authorizer(CallRules(code)).validate_response(response, request)
+    return await Authorizer(CallRules(code)).validate_response(response, request)
 
 
 @pytest.mark.parametrize("size", [34, 38, 64, 65, 100_000])
@@ -661,7 +656,7 @@ class Holder:
         protocol.serializer = SimpleNamespace(dumps=packed, loads=protocol.serializer.loads)
         if kept:
             protocol.storage.store_subkey(dht_id.from_bytes(b"p" * 20), "peer", kept, 1e10)
-        self.authorizer = _Authorizer(CallRules(code))
+        self.authorizer = Authorizer(CallRules(code))
         DhtNode(SimpleNamespace(protocol=protocol), id_of).bound_readings(may_send)
 
     async def answer(self, request: Any) -> Any:
@@ -674,9 +669,9 @@ class Holder:
 
 async def question(*, reads: bool) -> Any:
     request = message("FindRequest", keys=[b"p" * 20])
-    before = _KNOWN.set({} if reads else None)
-    await _Authorizer(CallRules(code)).sign_request(request, None)
-    _KNOWN.reset(before)
+    before = KNOWN.set({} if reads else None)
+    await Authorizer(CallRules(code)).sign_request(request, None)
+    KNOWN.reset(before)
     return request
 
 
@@ -718,7 +713,7 @@ async def test_nothing_is_packed_for_a_caller_that_has_read_its_share_or_asks_fo
 
 
 def test_a_place_has_as_many_bytes_as_hivemind_s_id() -> None:
-    assert inside("dht.routing:DHTID").HASH_NBYTES == _PLACE_BYTES
+    assert inside("dht.routing:DHTID").HASH_NBYTES == PLACE_BYTES
 
 
 async def test_a_ticket_costs_a_call_so_many_bytes() -> None:
@@ -728,7 +723,7 @@ async def test_a_ticket_costs_a_call_so_many_bytes() -> None:
         caller = AdmissionState(RUN, lambda: NOW_S)
         caller.own = HeldTicket.fixed(raw) if raw else None
         request = message("FindRequest", peer=message("NodeInfo", node_id=b"n" * 20))
-        await _Authorizer(CallRules(code, caller)).sign_request(request, None)
+        await Authorizer(CallRules(code, caller)).sign_request(request, None)
         return int(request.ByteSize())
 
     invite = grant(key(0), RUN, MEMBER | Right.ONCE, NOW_S + 60, public(2))

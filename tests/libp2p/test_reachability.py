@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -180,9 +181,10 @@ def test_nobody_is_dialled_back_over_a_relay(origin: str, host: tuple[str, str] 
 class Caller:
     """A caller at an address of its own, with one message; notes what it is answered."""
 
-    peer, origin = "caller", "/ip4/198.51.100.7/tcp/50000"
+    peer = "caller"
 
     def __init__(self, message: object) -> None:
+        self.origin = "/ip4/198.51.100.7/tcp/50000"
         self.message, self.answers = message, list[DialBackReply]()
 
     async def receive(self) -> object:
@@ -211,9 +213,40 @@ async def test_many_callers_have_few_ports_dialled_at_the_same_time(monkeypatch:
 
     monkeypatch.setattr(asyncio, "open_connection", connect)
     service, callers = DialBackService(no_relays), [Caller(DialMe(ports=(1, 2, 3))) for _ in range(20)]
+    for number, caller in enumerate(callers):
+        caller.origin = f"/ip4/198.51.{number}.7/tcp/50000"
     await asyncio.gather(*(service.answer(cast(Conversation, caller)) for caller in callers))
     assert most == 8
     assert [caller.answers for caller in callers] == [[DialBackReply(place="", tried=True, relays=())]] * 20
+
+
+@pytest.mark.parametrize("crowd", ["/ip4/203.0.113.{}/tcp/1", "/ip6/2001:db8:7:{:x}::1/tcp/1", "/ip4/10.0.0.{}/tcp/1"])
+async def test_no_place_takes_the_turns_of_others(crowd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are free: a peer that asks again and again, and listens nowhere, keeps nobody from being dialled."""
+
+    async def connect(host: str, port: int) -> tuple[asyncio.StreamReader, SimpleNamespace]:
+        if host != "198.51.100.7":
+            await asyncio.sleep(10**6)
+        reader = asyncio.StreamReader()
+        reader.feed_data(b"\x13/multistream/1.0.0\n")
+        return reader, SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(asyncio, "open_connection", connect)
+    service, asked = DialBackService(no_relays), list[asyncio.Future[None]]()
+    for number in range(120):
+        caller = Caller(DialMe(ports=(1, 2)))
+        caller.origin = crowd.format(number)
+        asked.append(asyncio.ensure_future(service.answer(cast(Conversation, caller))))
+        if number >= 60:
+            honest = Caller(DialMe(ports=(7,)))
+            await service.answer(cast(Conversation, honest))
+            assert honest.answers == [DialBackReply(place="/ip4/198.51.100.7/tcp/7", tried=True, relays=())]
+        await asyncio.sleep(0.25)
+    await asyncio.gather(*asked, return_exceptions=True)
+    del asked
+    await asyncio.sleep(10**7)  # until no timer knows of them
+    gc.collect()
+    assert not service._turns_by_prefix
 
 
 async def test_many_callers_cost_one_look_into_the_dht() -> None:
@@ -405,6 +438,21 @@ def test_over_udp_only_what_the_daemon_speaks() -> None:
     with pytest.raises(UserError, match="cannot be used") as trouble:
         check_listen(("/ip4/127.0.0.1/udp/0/quic",))
     assert "quic-v1" in trouble.value.why
+
+
+@given(st.integers(1, 16), st.integers(0, 200), st.integers(0, 2**32))
+def test_many_names_of_one_place_make_no_peer_forget_the_others(others: int, crowd: int, seed: int) -> None:
+    met = [PeerAddress(f"/ip4/8.8.{number}.1/tcp/1", f"other {number}") for number in range(others)]
+    met += [PeerAddress(f"/ip4/9.9.9.{number}/tcp/1", f"name {number}") for number in range(crowd)]
+    Random(seed).shuffle(met)
+    known = KnownPeers()
+    for each in met:
+        known.note([each])
+    kept = known.beside([])
+    assert sum(each.peer.startswith("other") for each in kept) == others
+    assert len(kept) == min(32, others + crowd)
+    names = [each for each in met if each.peer.startswith("name")]
+    assert [each for each in kept if each in names] == names[others - len(kept) :][::-1] or not names
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 3)), max_size=200))

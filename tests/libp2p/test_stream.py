@@ -495,6 +495,19 @@ async def test_a_stranger_to_the_schema_is_a_violation_on_both_sides(line: Line,
     assert line.b.statistics()["violations.a"] == 1
 
 
+def test_a_peer_that_violates_again_and_again_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def play(line: Line) -> None:
+        for number in range(1, 41):
+            stream = line.call()
+            line.pipes[-2].write(b"\x01\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x00\xc1")
+            with pytest.raises(ConnectionResetError, match="does not decode"):
+                await stream.receive()
+            assert line.b.statistics()["violations.a"] == number
+            assert caplog.text.count("a violated the protocol") == number.bit_length()
+
+    scene(echo, play)
+
+
 def test_a_handler_that_waits_for_a_message_learns_that_it_was_a_violation() -> None:
     ended: list[str] = []
 
@@ -576,6 +589,17 @@ async def test_one_peer_cannot_take_the_room_of_all_by_streams_that_only_linger(
         with pytest.raises(ConnectionResetError, match="broke"):
             await stream.receive()
     other = line.call("c")
+    await other.send(Ask(text="hello"))
+    assert (await other.receive()).text == "hello"
+
+
+@run_by(scene, echo, gives=1, capacity=Capacity(conversations=4, per_peer=1, per_prefix=2))
+async def test_many_names_behind_relays_leave_room_to_others(line: Line) -> None:
+    crowd = [line.call(f"name {n}", f"/ip4/8.8.{n}.8/tcp/1/p2p/x/p2p-circuit") for n in range(6)]
+    for stream in crowd[2:]:
+        with pytest.raises(ConnectionResetError, match="busy with 2 conversations from relays"):
+            await stream.receive()
+    other = line.call("honest", "/ip4/8.8.9.1/tcp/1")
     await other.send(Ask(text="hello"))
     assert (await other.receive()).text == "hello"
 

@@ -327,6 +327,18 @@ def test_any_header_is_refused_or_exactly_right(header: Any, body_bytes: int) ->
         feed(frame_of(header, body_bytes=body_bytes))
 
 
+@given(st.text(min_size=1, max_size=30), st.sampled_from([1, 100, 2000]), st.sampled_from(["field", "kind", "tensor"]))
+def test_no_words_of_a_stranger_reach_the_log_but_a_short_line(words: str, times: int, where: str) -> None:
+    """A violation quotes what came: a line of its own, or colours, would pass for the words of this program."""
+    fields = {"text": ""} | ({"z" + words * times: 0} if where == "field" else {})
+    tensors = {words * times: None} if where == "tensor" else {}
+    header = {"message": words * times if where == "kind" else "Text", "fields": fields, "tensors": tensors}
+    with pytest.raises(Violation) as caught:
+        feed(frame_of(header))
+    assert str(caught.value).isprintable()
+    assert 0 < len(str(caught.value)) <= 500
+
+
 class Nested(msgspec.Struct, array_like=True):
     number: float = 0.0
     numbers: tuple[float, ...] = ()

@@ -25,13 +25,16 @@ from noloco_node.node.health import (
     sentence,
     warnings_due,
 )
+from noloco_node.node.reporting import STALL_S, STALLS
 from noloco_node.observe.bottleneck import all_waits
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import VirtualLoop
 from noloco_node.sim.network.sim_network import SimNetwork, SimPeerNetwork
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord
+from noloco_node.tasks import loop_s
 from noloco_node.units import format_duration
+from pipeline.messages import Microbatch, Reason, Refused, Reply
 
 SECONDS = st.floats(0.0, 1e6).map(lambda seconds: 0.0 if seconds < 1.0 else seconds)
 
@@ -262,3 +265,44 @@ async def test_training_resumes_by_itself_when_a_deserted_stage_is_served_again(
     _late = Peer(hub, what, "late", 1, 0.5)
     await until(lambda: len(source.of(events.InnerStep)) >= done + 5)
     await until(lambda: "stage 1 is served again" in source.said)
+
+
+@pytest.mark.parametrize("how", ["hangs", "full"])
+async def test_a_training_that_stands_still_says_why_on_the_screen_and_in_status(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub, what = SimNetwork(), recipe(stages=2, replicas=1, steps=4000, window=2)
+    source, sink = Peer(hub, what, "source", 0, 0.5), Peer(hub, what, "sink", 1, 0.5)
+    await until(lambda: len(source.of(events.InnerStep)) >= 5)
+    assert sink.node.replica is not None
+    worker, before = sink.node.replica.worker, source.node.roster.stage(0)[0].tokens_per_s
+    process, healed = worker.process, asyncio.Event()
+
+    async def stand_still(microbatch: Microbatch, sender: str) -> Reply:
+        if how == "full" and not healed.is_set():
+            return Refused(reason=Reason.FULL, retry_after_s=5.0)
+        await healed.wait()
+        return await process(microbatch, sender)
+
+    monkeypatch.setattr(worker, "process", stand_still)
+    begun_s = loop_s()
+    await until(lambda: any("no microbatch has come back" in line for line in source.said))
+    assert STALL_S <= loop_s() - begun_s + 5.0 <= STALL_S + 30.0
+    (line,) = (line for line in source.said if "no microbatch has come back" in line)
+    cause = {"hangs": "not answered by stage 1 in time", "full": "refused by stage 1 as full"}[how]
+    assert line.index(cause) == min(
+        line.find(words.format(below=1)) for words, _ in STALLS.values() if words.format(below=1) in line
+    )
+    await until(lambda: cause in all_waits(source.node.roster.stage(0)[0].waiting, 0))
+    assert source.node.roster.stage(0)[0].tokens_per_s < before / 50, "no speed of before"
+    healed.set()
+    await until(lambda: "the stall is over" in source.said)
+
+
+async def test_a_healthy_run_on_slow_devices_is_no_stall() -> None:
+    """A microbatch takes longer there and back than the shortest stall that is told."""
+    hub, what = SimNetwork(), recipe(stages=2, replicas=1, steps=4000, window=1)
+    peers = [Peer(hub, what, name, stage, 80.0, refresh_s=10.0) for stage, name in enumerate(["source", "sink"])]
+    await until(lambda: all(len(peer.of(events.InnerStep)) >= 5 for peer in peers), patience_s=1e5)
+    assert all(each.seconds > STALL_S for peer in peers for each in peer.of(events.InnerStep)[1:])
+    assert not [line for peer in peers for line in peer.said if "no microbatch" in line]

@@ -1,4 +1,6 @@
-"""What a record says of the next hops, few at a time and none passed over for ever; and a device that becomes slow."""
+"""What a record says of the next hops, few at a time and none passed over for ever; a device that becomes slow; why
+nothing comes back, and why nobody is met.
+"""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -8,8 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_node.journal import events
-from noloco_node.node.reporting import DeviceSpeed, HopSample, MissedMeetings, ProgressReporter
-from noloco_node.run.peer_state import PeerState
+from noloco_node.machine.interface import Reporter
+from noloco_node.node.reporting import (
+    STALLS,
+    UNDER_WAY,
+    DeviceSpeed,
+    HopSample,
+    MissedMeetings,
+    ProgressReporter,
+    Stall,
+)
+from noloco_node.run.peer_state import LONGEST_DETAIL, PeerState
 from noloco_node.swarm.roster import HOP_LETTERS, MOST_HOPS
 
 PEERS = [f"12D3KooW{number:044d}" for number in range(9)]
@@ -61,9 +72,8 @@ async def test_a_slow_device_is_said_and_journalled() -> None:
         options=SimpleNamespace(refresh_s=60.0),
         membership=None,
         network=None,
-        reporter=SimpleNamespace(record=recorded.append),
+        reporter=Reporter(record=recorded.append, say=said.append),
         host=SimpleNamespace(device=device),
-        warn=said.append,
     )
     replica: Any = SimpleNamespace(worker=SimpleNamespace(statistics=lambda: statistics))
     reporter = ProgressReporter(cast(Any, context), replica, lambda: PeerState.TRAINING)
@@ -84,16 +94,65 @@ def test_a_process_that_was_stopped_once_is_no_slow_device() -> None:
     assert [speed.look(*each) for each in paged] == [None, None, 20.0, None]
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 2)), max_size=40))
-def test_a_replica_that_trains_alone_beside_others_is_told_so_once(steps: list[tuple[bool, int]]) -> None:
-    missed, met, solo, alone, said = MissedMeetings(), 0, 0, 0, False
-    for meets, others in steps:
-        met, solo = met + meets, solo + (not meets)
-        found = missed.look(met, solo, others)
-        if meets or not others:
-            alone, said = 0, False
+@given(st.lists(st.tuples(st.sampled_from(["met", "solo", "declined", "unanswered", "lost"]), st.integers(0, 2))))
+def test_a_replica_that_trains_alone_beside_others_is_told_why(story: list[tuple[str, int]]) -> None:
+    missed, totals, since = MissedMeetings(), Counter[str](), Counter[str]()
+    names = ("met", "solo", "declined", "unanswered", "lost")
+    missed.look(dict.fromkeys(names, 0), 0, 1, 1, "")
+    for what, others in story:
+        totals[what] += 1
+        since[what] += 1
+        found = missed.look({name: totals[name] for name in names}, 3 * others, others, 1, "line is down")
+        if what == "met" or not others:
+            since.clear()
+        assert (found is not None) == (since["solo"] >= MissedMeetings.ALONE)
+        if found is not None:
+            assert f"{since['solo']} outer steps in a row" in found.text
+            assert f"lists {others} more of stage 1" in found.text
+            for name, words in (("declined", "were declined"), ("unanswered", "line is down"), ("lost", "broke off")):
+                assert (words in found.text) == (since[name] > 0)
+            assert f"{3 * others} partners are left alone" in found.text
+
+
+KINDS = sorted(set(STALLS) - {"here", *UNDER_WAY})
+LOOKS = st.tuples(
+    st.floats(1.0, 100.0), st.booleans(), st.dictionaries(st.sampled_from(KINDS), st.integers(1, 10**9)), st.booleans()
+)
+
+
+@given(st.lists(LOOKS, max_size=30), st.integers(0, 3), st.floats(10.0, 500.0))
+def test_a_stall_is_told_with_all_that_came_since_the_last_gradient_and_nothing_before(
+    looks: list[tuple[float, bool, dict[str, int], bool]], stage: int, patience_s: float
+) -> None:
+    stall, now_s, last_s = Stall(), 0.0, 0.0
+    totals, since = Counter[str](), Counter[str]()
+    place = {"gate.window": 4.0, "gate.succeeded": 1.0}
+    stall.look({"worker.succeeded": 0, "gate.in_flight": 0, **place}, now_s, patience_s, stage)
+    for passed_s, came, counts, away in looks:
+        now_s += passed_s
+        totals["worker.succeeded"] += came
+        totals.update(counts)
+        since.update(counts)
+        if came:
+            last_s, since = now_s, Counter()
+        under_way = {"gate.in_flight": 3.0 * away, "downstream.calls": 1.0 * away}
+        found = stall.look({**totals, **place, **under_way}, now_s, patience_s, stage)
+        due = now_s - last_s >= patience_s and (away or stage > 0 or bool(since))
+        assert (found is not None) == due
+        if found is None:
+            continue
+        assert len(found.brief) <= LONGEST_DETAIL, "readers of records refuse a longer one"
+        told = since + Counter({"downstream.calls": 1, "here": 2} if away else {})
+        for name, (words, _) in STALLS.items():
+            assert (f"{told[name]} {words.format(below=stage + 1)}" in found.text) == (told[name] > 0)
+        if told:
+            assert STALLS[told.most_common(1)[0][0]][1].format(below=stage + 1).split("`")[-1] in found.text
         else:
-            alone += 1
-        due = alone >= MissedMeetings.ALONE and not said
-        assert found == (alone if due else None)
-        said |= due
+            assert f"from stage {stage - 1}" in found.text
+        whole = place | {"gate.succeeded": 4.0}
+        assert stall.look({**totals, **whole, **under_way}, now_s, patience_s, stage) is None, "it steps"
+    stall.end()
+    assert (
+        stall.look({"worker.succeeded": 0, **totals, **place, "gate.in_flight": 1.0}, now_s + 9e9, patience_s, stage)
+        is None
+    )

@@ -346,9 +346,7 @@ def entered(monkeypatch: pytest.MonkeyPatch, opens: Opens, met: KnownPeers | Non
 
 
 def met_before() -> KnownPeers:
-    met = KnownPeers()
-    met.note([parse_peer_address(place(0)), parse_peer_address(place(1))])
-    return met
+    return KnownPeers(map(parse_peer_address, (place(0), place(1))))
 
 
 def test_as_long_as_somebody_of_the_invite_opens_nobody_else_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,9 +379,7 @@ def test_in_vain(monkeypatch: pytest.MonkeyPatch, opens: Opens, met: KnownPeers 
 
 @given(st.lists(st.sampled_from(["/ip4/192.0.2.7/tcp/4001", "", "/nothing/known", "/ip4/192.0.2.8/udp/1/quic-v1"])))
 def test_doors_of_acquaintances_can_be_read_again(transports: list[str]) -> None:
-    met = KnownPeers()
-    met.note(PeerAddress(transport, PEERS[number % 3]) for number, transport in enumerate(transports))
-    doors = met.doors()
+    doors = KnownPeers(PeerAddress(each, PEERS[number % 3]) for number, each in enumerate(transports)).doors()
     assert len({parse_peer_address(door).peer for door in doors}) == len(doors)
     readable = {PEERS[number % 3]: transport for number, transport in enumerate(transports)}
     assert len(doors) == sum("192.0.2" in transport for transport in readable.values())

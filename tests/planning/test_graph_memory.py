@@ -11,7 +11,8 @@ from noloco_node.planning import graph_memory
 from noloco_node.planning.graph_memory import extrapolated, graph_bytes
 from noloco_node.planning.model_layout import ModelLayout, build_stage, make_stage, model_layout
 from noloco_node.planning.plan import memories
-from noloco_node.run.config import AdapterConfig, ModelConfig, PipelineConfig, RunConfig
+from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
+from pipeline.adapters.settings import AdapterConfig
 from pipeline.forward_pass import StageSettings
 from pipeline.inner_step import InnerConfig
 from pipeline.stage import Stage

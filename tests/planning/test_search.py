@@ -34,9 +34,10 @@ from noloco_node.planning.search import (
     plan_in_any_form,
 )
 from noloco_node.planning.throughput import Machines, fits, forecast, gpu_memories
-from noloco_node.run.config import AdapterConfig, ModelConfig, PipelineConfig, RunConfig
+from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.presets import PRESETS, numbers_of, run_text
 from noloco_node.run.runfile import decode_run, load_run, validate
+from pipeline.adapters.settings import AdapterConfig
 from pipeline.inner_step import InnerConfig
 
 SIZES = {

@@ -4,6 +4,7 @@ import contextlib
 import string
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import pytest
 from admission_keys import public
@@ -15,9 +16,11 @@ from noloco_node.admission.ticket import KEY_HEADER, peer_of
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.addresses import PeerAddress, check_announce, check_listen, parse_peer_address
 from noloco_node.network.wire import WIRE_VERSION
+from noloco_node.run.peer_state import PeerState
 from noloco_node.storage.home import HomePaths
-from noloco_node.swarm import invite
+from noloco_node.swarm import invite, roster
 from noloco_node.swarm.invite import SCHEME, KeptInvite, from_where
+from noloco_node.swarm.roster import PeerRecord, Roster
 
 DIGEST = "0123456789abcdef" * 4
 ED25519 = "12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
@@ -55,6 +58,18 @@ def test_an_invite_is_found_in_a_home_where_none_is_given(tmp_path: Path) -> Non
 
 def place(number: int, port: int = 4001) -> str:
     return f"/ip4/192.0.2.1/tcp/{port}/p2p/{peer_of(public(number))}"
+
+
+@given(st.binary(min_size=16, max_size=16))
+def test_no_few_ids_come_first_in_the_invites_of_others(salt: bytes) -> None:
+    """Four names whose ids come first would be all by which a peer returns."""
+    places = {peer_of(public(number)): place(number) for number in range(60)}
+    liars = sorted(places)[: invite.BESIDE]
+    stage = [PeerRecord(peer=p, stage=0, state=PeerState.TRAINING, addresses=(places[p],)) for p in sorted(places)]
+    with patch.object(roster, "_SALT", salt):
+        found = roster.some_addresses(Roster(stages=(tuple(stage),)))
+    assert sorted(found) == sorted(places.values())
+    assert {places[p] for p in liars} != set(found[: invite.BESIDE])
 
 
 def home_of(number: int, directory: Path) -> HomePaths:

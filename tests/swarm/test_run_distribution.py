@@ -1,6 +1,7 @@
 """What peers tell of a run: its file, believed by its digest alone, and how far it had come."""
 
 import asyncio
+import json
 import math
 import threading
 import time
@@ -117,6 +118,19 @@ def test_a_broken_file_of_one_peer_stops_nobody() -> None:
         await conversation.send(RunFileReply(text="[model\n= ", unix_time=time.time()))
 
     assert fetched({"broken": broken, "right": OURS.serve}, ["broken", "right"]).text == OURS.text
+
+
+def test_no_words_of_a_stranger_reach_the_screen_but_a_short_line() -> None:
+    async def broken(conversation: Conversation) -> None:
+        await conversation.receive()
+        text = f"[model]\n{json.dumps('x' + chr(27) + '[31m' + 'y' * 9000)} = 1\n"
+        await conversation.send(RunFileReply(text=text, unix_time=time.time()))
+
+    with user_error(Exit.OTHER_RUN) as caught:
+        fetched({"broken": broken}, ["broken"])
+    assert caught.value.why.startswith("broken: ")
+    assert caught.value.why.isprintable()
+    assert len(caught.value.why) <= 500
 
 
 def test_without_any_each_peer_is_named_with_its_answer() -> None:

@@ -42,7 +42,7 @@ class QuadraticLayout(NamedTuple):
 
     shapes: tuple[Mapping[str, tuple[int, ...]], ...]
     work: tuple[float, ...]
-    width: int = 1
+    width: int
     vocabulary: int = VOCABULARY
 
 

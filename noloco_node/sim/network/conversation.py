@@ -368,7 +368,7 @@ class _Item(NamedTuple):
 class Outbox:
     """The messages that one end of a conversation has yet to put in flight."""
 
-    def __init__(self, medium: Medium, end: StreamEnd, up: Link, down: Link, *, in_round: bool = False) -> None:
+    def __init__(self, medium: Medium, end: StreamEnd, up: Link, down: Link, *, in_round: bool) -> None:
         self._medium, self._end, self._up, self._down, self._in_round = medium, end, up, down, in_round
         self._waiting: list[_Item] = []
         self._held: list[_Item] = []

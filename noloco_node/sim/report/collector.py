@@ -59,7 +59,7 @@ class StageTime:
     lines: tuple[LinkUse, LinkUse] | None = None
     suspects: frozenset[str] = frozenset()
     traffic: events.Traffic | None = None
-    before_s: float = 0.0
+    before_s: float
     left: Replica | None = None
     counted: Mapping[str, int | float] | None = None
 

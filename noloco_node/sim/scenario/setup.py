@@ -115,11 +115,11 @@ class SimSetup(NamedTuple):
     sizes: MessageSizes
     faults: tuple[Fault, ...]
     microbatch_tokens: int
-    parameters: int = 0
+    parameters: int
     """Of the run file's whole model; 0 where there is none."""
-    slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S
+    slowest_bytes_per_s: float
     """By which nodes reckon their deadlines: from the weights in their hands, and a quadratic model's are small."""
-    line_s: tuple[float, ...] = ()
+    line_s: tuple[float, ...]
     """That a microbatch takes of a line at each stage, as owners know it."""
 
     @property

@@ -30,14 +30,8 @@ from noloco_node.data.encoding import open_encoder
 from noloco_node.data.file_documents import FileDocuments, ReadingOrder, TextRange, pieces_of, stdlib_files
 from noloco_node.data.held_out_text import HeldOutText, text_loss
 from noloco_node.planning.model_layout import ModelLayout, make_stage
-from noloco_node.run.config import (
-    NO_ADAPTER,
-    AdapterConfig,
-    DataConfig,
-    ModelConfig,
-    PipelineConfig,
-    RunConfig,
-)
+from noloco_node.run.config import DataConfig, ModelConfig, PipelineConfig, RunConfig
+from pipeline.adapters.settings import NO_ADAPTER, AdapterConfig
 from pipeline.inner_step import InnerConfig
 from pipeline.stage import Stage
 from research.laboratory.experiments.cell import Cell, Corpus, Prose, Scale
