@@ -90,10 +90,6 @@ def test_machines_that_no_person_could_type_are_no_better_in_a_comment(tmp_path:
     assert caught.value.why.endswith(named)
 
 
-def test_a_size_that_no_float_holds_is_refused(tmp_path: Path) -> None:
-    refused("init", tmp_path / "run.toml", "--ram", f"{400 * '9'}GB", code=Exit.USAGE)
-
-
 @pytest.mark.parametrize("path", ["~nobody-of-this-name/x", 5000 * "a", "a\0b"])
 def test_a_directory_that_the_system_cannot_follow_is_not_there(path: str) -> None:
     with pytest.raises(UserError, match="There is no directory"):
@@ -106,11 +102,6 @@ def test_a_user_without_a_home_directory_is_told_to_name_one(monkeypatch: pytest
     with pytest.raises(UserError, match="no home directory") as caught:
         default_home("node")
     assert "--home" in caught.value.hint
-
-
-@pytest.mark.parametrize("words", [["--tflops", "inf"], ["--latency-ms", "inf"], ["--tflops", "nan"]])
-def test_numbers_of_machines_are_finite(words: list[str]) -> None:
-    assert CliRunner().invoke(app, ["init", *words]).exit_code == Exit.USAGE
 
 
 @pytest.mark.parametrize("prompts", [[""], ["x" * (LONGEST_PROMPT + 1)], ["a"] * (MOST_PROMPTS + 1), ["\udcff"]])
