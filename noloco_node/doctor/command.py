@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from noloco_node.admission.admission_state import AdmissionState
+from noloco_node.admission.admission_state import WHEN_SHUT_OUT, AdmissionState
 from noloco_node.admission.ticket import Right, peer_of_file
 from noloco_node.doctor import machine_checks
 from noloco_node.doctor.machine_checks import Finding, Grade, Needs, exit_code, fail, line, ok, verdict, warn
@@ -165,8 +165,7 @@ def shut_out(state: AdmissionState | None, home: Path) -> list[Finding]:
     peer = peer_of_file(HomePaths(home).identity)
     if state is None or peer is None or not state.is_revoked(peer):
         return []
-    hint = "ask the owner of the run; another --home has another identity, and needs an invite of its own"
-    return [fail("admission", f"the owner of the run has shut you out, {peer}", hint)]
+    return [fail("admission", f"the owner of the run has shut you out, {peer}", WHEN_SHUT_OUT)]
 
 
 def _module(run: RunConfig) -> list[Finding]:

@@ -1,6 +1,7 @@
 """What options of the command line take."""
 
 import io
+import traceback
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from command_line import printed, refused
 from typer.testing import CliRunner
 from user_errors import user_error
 
+from noloco_node.cli import main
 from noloco_node.cli.main import app
 from noloco_node.cli.options import (
     INVITE_VARIABLE,
@@ -108,3 +110,21 @@ def test_prompts_for_which_the_training_would_wait_too_long_are_refused(prompts:
     assert JoinOptions(sample=["The ", "a\nb"]).prompts == ("The ", "a\nb")
     with user_error(Exit.USAGE, "--sample"):
         _ = JoinOptions(sample=prompts).prompts
+
+
+def test_an_error_that_the_program_does_not_know_is_shown_however_deep_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tasks of a node lie deeper in each other than a traceback shows."""
+    bug: BaseException = KeyError("a bug")
+    error = bug
+    for _ in range(20):
+        error = BaseExceptionGroup("unhandled errors in a TaskGroup", [error])
+
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(main, "app", fail)
+    monkeypatch.setattr("gc.freeze", lambda: None)
+    with pytest.raises(BaseExceptionGroup) as found:
+        main.main()
+    assert found.value.exceptions == (bug,)
+    assert "a bug" in "".join(traceback.format_exception(found.value))
