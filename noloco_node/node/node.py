@@ -92,7 +92,7 @@ class Node:
             lambda number: context.keeps_snapshots and not training_at(membership.roster, number),
         )
         self._services = assignments.NodeServices(
-            work=StageWork(run, network.peer_id, membership, host.open_text, reporter),
+            work=StageWork(run, membership, host.open_text, reporter),
             writer=CheckpointWriter(
                 host.save,
                 reporter.say,
