@@ -302,12 +302,13 @@ class KnownPeers:
             if "/p2p-circuit" not in address.transport:
                 self._places.pop(address.peer, None)
                 self._places[address.peer] = address
-        while len(self._places) > _MOST_KNOWN:
-            crowds = Counter(public_prefix(each.transport) for each in self._places.values())
-            most = max(crowds.values())
-            del self._places[
-                next(p for p, each in self._places.items() if crowds[public_prefix(each.transport)] == most)
-            ]
+        crowds, later = Counter[str](), dict[str, int]()  # in one pass: a bootstrap peer is connected with thousands
+        for peer, address in reversed(self._places.items()):
+            crowd = public_prefix(address.transport)
+            later[peer] = crowds[crowd]
+            crowds[crowd] += 1
+        kept = set(sorted(later, key=later.__getitem__)[:_MOST_KNOWN])
+        self._places = {peer: address for peer, address in self._places.items() if peer in kept}
 
     def beside(self, doors: Iterable[PeerAddress]) -> list[PeerAddress]:
         """Return `doors`, then all others that we remember, the latest first."""
