@@ -37,6 +37,9 @@ MOST_EVALUATING = 4
 after another; a stranger who sends many at once shall not fill the memory, nor the device's queue before the training.
 """
 SMOOTHING = 0.1  # weight of the newest microbatch in the moving average of device seconds
+MOST_TIMES = 10.0
+"""How many times the average it counts as at most. One during which the process was stopped says nothing of the device,
+and as it is, it would have microbatches refused for about as long again. A device that is slower shows that soon."""
 
 
 class WorkerForward(Protocol):
@@ -264,5 +267,6 @@ class Worker:
     def _succeeded(self, slot: Slot, outcome: WindowOutcome, device_s: float) -> None:
         slot.succeed(outcome)
         self._short_in_a_row = 0
-        self.device_s = (1.0 - SMOOTHING) * self.device_s + SMOOTHING * device_s if self.device_s else device_s
+        newest_s = min(device_s, MOST_TIMES * self.device_s or device_s)
+        self.device_s = (1.0 - SMOOTHING) * self.device_s + SMOOTHING * newest_s if self.device_s else device_s
         self._counts["succeeded"] += 1

@@ -2,8 +2,8 @@
 
 Each grant says which key may do what, and until when, in which run. The last one is for the key of a peer id. Nobody
 passes on more than it has: a delegate (`SIGN`) any of its rights, a single-use invite (`ONCE`) what its one holder is
-to have, and a peer that may look lets others look. So anybody who knows the run file can check a ticket, with no
-server.
+to have, a peer that trains lets others look, and one that may only look passes on nothing. So anybody who knows the run
+file can check a ticket, with no server.
 
 **An invite's credential** (`InviteCredential`) is what a peer gets its ticket by: nothing but the right to ask, an
 invitation, or a ticket. As text it begins with a letter that says which:

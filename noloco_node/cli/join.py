@@ -34,9 +34,8 @@ from noloco_node.doctor.machine_checks import require_disk
 from noloco_node.journal import events
 from noloco_node.journal.reader import read
 from noloco_node.journal.writer import Journal
-from noloco_node.libp2p.addresses import KnownPeers, check_announce, check_listen
+from noloco_node.libp2p.addresses import KnownPeers, PeerAddress, check_announce, check_listen
 from noloco_node.libp2p.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
-from noloco_node.limits.budget import TrafficLedger
 from noloco_node.machine import memory
 from noloco_node.machine.interface import Reporter, check_device_name
 from noloco_node.machine.signals import Departure, departure, run
@@ -145,10 +144,9 @@ async def take_part(
         for line in under_other_ids(home.path, invite.digest):
             warn(line)
         access = RunAccess(invite, MEMBER, home.path)
-        settings, met = _network_settings(access, options, home), met_before(invite, home)
-        known_peers = KnownPeers(met)
-        ledger = TrafficLedger(home.traffic, datetime.now, say)
-        sessions = Sessions(options.allowance, ledger, datetime.now, say)
+        met = met_before(invite, home)
+        opened = partial(connected, _network_settings(access, options, home), KnownPeers(met))
+        sessions = Sessions(options.allowance, home.traffic, datetime.now, say)
         metrics_at = metrics_place(options.metrics, is_open=options.metrics_open)
         page_at = page_place(options.web, is_open=options.web_open, home=home)
         given = await asyncio.to_thread(ledger_of, read(home.journal))
@@ -161,13 +159,10 @@ async def take_part(
             recorder = Recorder(journal, evaluations, views, torch_device, meter, observers)
             recorder.record_energy()  # by it readers of the journal know that this total begins anew
             reporter = Reporter(record=recorder.record, say=say, draw=bar.draw, warns=warn)
-            asked = [each.peer for each in met]
             participant = _Participant(
-                access, options, home, torch_device, reporter, leaving, views, sessions, asked, prepare or machine_for
+                access, options, home, torch_device, reporter, leaving, views, sessions, met, prepare or machine_for
             )
-            await live_in_sessions(
-                sessions, leaving, lambda: connected(settings, known_peers), participant.take_part, say
-            )
+            await live_in_sessions(sessions, leaving, opened, participant.take_part)
 
 
 class Recorder(NamedTuple):
@@ -216,7 +211,7 @@ class _Participant:
     leaving: Departure
     views: ServedViews
     sessions: Sessions
-    met: list[str]
+    met: list[PeerAddress]
     prepare: PrepareMachine
     run: tuple[RunFileText, Machine] | None = None
     """What the first session fetched: in a later one no peer of the invite may be there to ask."""
@@ -272,7 +267,7 @@ class _Participant:
         from noloco_node.planning.model_layout import check_download
 
         options = self.options
-        asked = dict.fromkeys((*self._asked(network), *self.met))
+        asked = dict.fromkeys((*self._asked(network), *(each.peer for each in self.met)))
         recipe = await fetch(network, list(asked), self.access.invite.digest, options.local or ())
         self.access.pin(recipe.run)
         for line in recipe.run.summary(options.data):

@@ -43,13 +43,6 @@ def node_of(rules: CallRules, peer: bytes) -> bytes:
     return rules.code("node", peer)[:PLACE_BYTES]
 
 
-class Asked(NamedTuple):
-    """A peer that we ask for its time of day. `voice`: whose answer its own is. `is_door`: we join by it."""
-
-    voice: str
-    is_door: bool
-
-
 CALLER: ContextVar[str] = ContextVar("caller", default="")
 """The peer whose request is being answered; empty where we act by ourselves."""
 
@@ -59,8 +52,8 @@ CALLER_READS: ContextVar[bool | None] = ContextVar("caller_reads", default=None)
 CALLEE: ContextVar[str] = ContextVar("callee", default="")
 """The peer whose node we ask; empty where hivemind asks by itself."""
 
-ASKED_TIME: ContextVar[Asked | None] = ContextVar("asked_time", default=None)
-"""The peer whose answer to our ping tells us its time of day; None where it does not count."""
+TOLD_TIME: ContextVar[list[float] | None] = ContextVar("told_time", default=None)
+"""Takes the time of day that the answer to our ping tells; None where it does not count."""
 
 KNOWN: ContextVar[Mapping[str, Version] | None] = ContextVar("known", default=None)
 """The versions of records that we have while we ask for others; None while we ask for nodes."""
@@ -147,8 +140,8 @@ class Authorizer:
         """Restore a short answer. hivemind takes an error, or what is not good, for a missing answer."""
         if not (_has_node_id(response) and self._is_member(response.auth.service_access_token.signature)):
             return False
-        if (asked := ASKED_TIME.get()) is not None and type(response).__name__ == "PingResponse":
-            CLOCK.note(asked.voice, response.dht_time, is_door=asked.is_door)
+        if (told := TOLD_TIME.get()) is not None and type(response).__name__ == "PingResponse":
+            told.append(response.dht_time)
         if _is_find(request) and len(response.results) != len(request.keys):
             return False  # each result would be decompressed, to a thousand times its bytes
         for result in response.results if _is_find(request) else ():

@@ -34,12 +34,11 @@ from typing import Any, NamedTuple, Protocol
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.errors import Exit, UserError, reason_of, storage_error
 from noloco_node.libp2p.call_rules import (
-    ASKED_TIME,
     CALLEE,
     CALLER,
     CALLER_READS,
     KNOWN,
-    Asked,
+    TOLD_TIME,
     Authorizer,
     CallRules,
     calling,
@@ -259,7 +258,7 @@ class DhtNode:
     def bound_readings(self, may_send: Callable[[int], bool]) -> None:
         """Show a caller the records that it may have, by `CallRules`, and none where it asks for nodes.
 
-        hivemind packs what it finds before anybody can refuse: 12 µs a record, for a request of a hundred bytes.
+        hivemind packs what it finds before anybody can refuse: two megabytes, for a request of a hundred bytes.
         """
         get = self.storage.get
 
@@ -289,21 +288,29 @@ class DhtNode:
         return await self._node.protocol.call_ping(peer_id) is not None
 
     async def ask_time(self, peer_id: PeerId, voice: str, *, is_door: bool = False) -> bool:
-        """Ping a node, and note the time of day that it tells; say whether it answers. The rest: `Asked`."""
-        before = ASKED_TIME.set(Asked(voice, is_door))
+        """Ping a node, and note the time of day that it tells; say whether it answers.
+
+        A peer that does not know the run cannot say the id of its node, and counts for nothing. `voice`: whose answer
+        its own is. `is_door`: we join by it.
+        """
+        told = list[float]()
+        before = TOLD_TIME.set(told)
         try:
-            return await self.ping(peer_id)
+            node_id = await self._node.protocol.call_ping(peer_id)
         finally:
-            ASKED_TIME.reset(before)
+            TOLD_TIME.reset(before)
+        if told and node_id == self._id_of(peer_id):
+            CLOCK.note(voice, told[0], is_door=is_door)
+        return node_id is not None
 
     async def nearest(self, place: bytes, most: int) -> tuple[PeerId, ...]:
         """Return the peers whose nodes are nearest to a place, of those that answer and of us; the nearest first."""
         await self._become_known()
-        return await self._search(self._beside(place), most)
+        return await self._search(self._at(place), most)
 
     async def named(self, peer: PeerId, place: bytes) -> list[PeerId] | None:
         """Return the peers that one names as near a place; None: no answer."""
-        query = self._beside(place)
+        query = self._at(place)
         if peer == self._node.peer_id:
             return self._true(self._node.protocol.routing_table.get_nearest_neighbors(query, _BUCKET))
         answer = await self._ask(peer, query)
@@ -311,15 +318,11 @@ class DhtNode:
 
     def distance(self, place: bytes, peer: PeerId) -> int:
         """Return how far the node of a peer is from a place."""
-        far: int = type(self._node.node_id).from_bytes(place).xor_distance(self._id_of(peer))
+        far: int = self._at(place).xor_distance(self._id_of(peer))
         return far
 
-    def _beside(self, place: bytes) -> Any:
-        """Return the place beside a place, which has the same neighbours and no records.
-
-        A node that is asked about the place itself adds all records of it to its answer.
-        """
-        return type(self._node.node_id)(int.from_bytes(place) ^ 1)
+    def _at(self, place: bytes) -> Any:
+        return type(self._node.node_id).from_bytes(place)
 
     async def _become_known(self) -> None:
         """Search our own place, until a search has ended; raise ConnectionResetError while we need a good ticket.
@@ -372,7 +375,7 @@ class DhtNode:
 
         async def checked(node_id: Any, peer_id: PeerId, responded: bool = True) -> None:
             CALLEE.set("")  # this is a task of hivemind, which may ask other peers by itself
-            ASKED_TIME.set(None)
+            TOLD_TIME.set(None)
             if responded and node_id not in (None, self._id_of(peer_id)):
                 self._refused[peer_id] = None
                 if len(self._refused) > _MOST_REFUSED:
@@ -419,7 +422,7 @@ class DhtNode:
 
         `known`: versions that we have; what the peer holds of them does not travel.
         """
-        query = type(self._node.node_id).from_bytes(place)
+        query = self._at(place)
         if peer == self._node.peer_id:
             held = self.storage.get(query)
         else:
@@ -436,7 +439,7 @@ class DhtNode:
 
     async def store(self, peer: PeerId, place: bytes, subkey: str, packed: bytes, expiry: float) -> bool | None:
         """Store a record with one peer; say whether the peer took it, None where it does not answer."""
-        query = type(self._node.node_id).from_bytes(place)
+        query = self._at(place)
         if peer == self._node.peer_id:
             return self.storage.store_subkey(query, subkey, packed, expiry)
         if self._is_refused(peer):

@@ -17,6 +17,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import datetime
+from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from noloco_node.errors import Exit, UserError, causes, user_error_of
@@ -62,12 +63,12 @@ def off_reason(limits: OwnerLimits, spent: MonthUsage, now: datetime) -> OffReas
 
 
 class Sessions:
-    """The sessions of one node. `now`: the time of day here."""
+    """The sessions of one node. `traffic`: keeps what was sent and received. `now`: the time of day here."""
 
     def __init__(
-        self, limits: OwnerLimits, ledger: TrafficLedger, now: Callable[[], datetime], say: Callable[[str], None]
+        self, limits: OwnerLimits, traffic: Path, now: Callable[[], datetime], say: Callable[[str], None]
     ) -> None:
-        self._limits, self._ledger, self._now, self._say = limits, ledger, now, say
+        self._limits, self._ledger, self._now, self.say = limits, TrafficLedger(traffic, now, say), now, say
         self._ended_for: OffReason | None = None
         self._hook: LimitHook | None = None
         self._line_share: tuple[str, float] | None = None
@@ -86,7 +87,7 @@ class Sessions:
                 said = reason.why
                 now = self._now()
                 until = datetime.fromtimestamp(now.timestamp() + reason.for_s, now.tzinfo)
-                self._say(f"{reason.why}: waiting until {until:%Y-%m-%d %H:%M}, Ctrl-C leaves now")
+                self.say(f"{reason.why}: waiting until {until:%Y-%m-%d %H:%M}, Ctrl-C leaves now")
             await asyncio.sleep(min(max(reason.for_s, 0.01), LOOK_EVERY_S))
 
     def lasts_s(self) -> float:
@@ -135,7 +136,7 @@ class Sessions:
             reason = off_reason(self._limits, self._ledger.spent, self._now())
             if reason is not None:
                 self._ended_for = reason
-                self._say(f"{reason.why}: leaving politely")
+                self.say(f"{reason.why}: leaving politely")
                 break
             wait_s = LOOK_EVERY_S if self._limits.monthly_cap_bytes is None else COUNT_EVERY_S
             if self._limits.hours is not None:
@@ -191,9 +192,7 @@ def cause(trouble: UserError) -> str:
     return f"{trouble.what.rstrip('.')} ({first.strip()}{more})"
 
 
-async def live_in_sessions(
-    sessions: Sessions, leaving: Departure, opened: Opened, take_part: TakePart, say: Callable[[str], None]
-) -> None:
+async def live_in_sessions(sessions: Sessions, leaving: Departure, opened: Opened, take_part: TakePart) -> None:
     """Take part in one session after another until the run is over or we are asked to leave; raise what ends the node.
 
     `opened` opens the network of a session. From the second session on we leave at once when asked, even while we wait
@@ -221,9 +220,9 @@ async def live_in_sessions(
         failures = 1 if loop_s() - begun_s >= STEADY_S else failures + 1
         wait_s = pause_s(failures)
         if wait_s < sessions.lasts_s():
-            say(f"{what}: trying again in {format_duration(wait_s)}, Ctrl-C leaves now")
+            sessions.say(f"{what}: trying again in {format_duration(wait_s)}, Ctrl-C leaves now")
         else:
-            say(f"{what}: no time is left to try again in this session")
+            sessions.say(f"{what}: no time is left to try again in this session")
         await until_event(asked, sessions.pause(wait_s))
         if not sessions.lasts_s():
             failures = 0

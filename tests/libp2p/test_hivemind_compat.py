@@ -316,11 +316,11 @@ async def test_a_node_that_starts_while_we_join_is_asked_again(wait_s: int, sile
     nodes, doors = Neighbourhood([some_peer(rng) for _ in range(9)]), [some_peer(rng) for _ in silences]
     asked = Counter[Any]()
 
-    async def ping(peer: Any) -> bool:
+    async def call_ping(peer: Any) -> Any:
         asked[peer] += 1
-        return asked[peer] > silences[doors.index(peer)]
+        return id_of(peer) if asked[peer] > silences[doors.index(peer)] else None
 
-    nodes.node.ping = ping
+    nodes.protocol.call_ping = call_ping
     assert await nodes.node.join(doors, wait_s + 0.5) == any(each <= wait_s for each in silences)
 
 
@@ -528,27 +528,32 @@ async def test_what_hivemind_asks_by_itself_after_an_answer_is_not_taken_for_a_q
     assert callees == ["", nodes.peers[1].to_base58()]
 
 
-def test_a_peer_that_we_ask_tells_the_time_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    peer, noted, told = some_peer(Random(0)), list[tuple[object, ...]](), 1.8e9
+@pytest.mark.parametrize("says", ["its own id", "another id", "no id"])
+def test_a_peer_that_we_ask_tells_the_time_of_its_machine(says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever knows the run knows the id of its node: another has no voice, though anybody may connect with us."""
+    peer, other, noted, told = some_peer(Random(0)), some_peer(Random(1)), list[tuple[object, ...]](), 1.8e9
     monkeypatch.setattr(call_rules.CLOCK, "note", lambda *each, is_door: noted.append((*each, is_door)))
     monkeypatch.setattr(call_rules.CLOCK, "own_s", lambda: told)
     calls = Authorizer(CallRules(lambda *parts: b"c" * 32, None))
+    node_id = {"its own id": id_of(peer), "another id": id_of(other), "no id": None}[says]
 
     async def call_ping(_: Any) -> Any:
         request, response = inside("proto.dht_pb2:PingRequest")(), inside("proto.dht_pb2:PingResponse")(dht_time=1.0)
         await calls.sign_response(response, request)
-        return await calls.validate_response(response, request)
+        assert await calls.validate_response(response, request)
+        return node_id
 
     node = DhtNode(SimpleNamespace(protocol=SimpleNamespace(storage=None, call_ping=call_ping)), id_of)
 
     async def main() -> None:
-        assert await node.ask_time(peer, "voice")
-        assert await node.ask_time(peer, "voice", is_door=True)
-        assert await node.ping(peer)
+        is_answered = node_id is not None
+        assert await node.ask_time(peer, "voice") == is_answered
+        assert await node.ask_time(peer, "voice", is_door=True) == is_answered
+        assert await node.ping(peer) == is_answered
         await call_ping(peer)  # which hivemind calls by itself
 
     asyncio.run(main())
-    assert noted == [("voice", told, is_door) for is_door in (False, True)]
+    assert noted == [("voice", told, is_door) for is_door in (False, True) if says == "its own id"]
 
 
 def test_a_machine_that_lends_no_lock_of_processes_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

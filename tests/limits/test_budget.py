@@ -570,12 +570,7 @@ class Wall:
 
 async def test_a_node_goes_with_the_hours_and_comes_back(tmp_path: Path) -> None:
     wall, said = Wall(datetime(2026, 3, 28, 12, 0, tzinfo=BERLIN)), list[str]()
-    sessions = Sessions(
-        OwnerLimits(hours=read_hours("22-08")),
-        TrafficLedger(tmp_path / "traffic.json", wall, said.append),
-        wall,
-        said.append,
-    )
+    sessions = Sessions(OwnerLimits(hours=read_hours("22-08")), tmp_path / "traffic.json", wall, said.append)
     asked, network, seen = asyncio.Event(), SimNetwork().network("us"), []
     asyncio.get_running_loop().call_later(60 * 3600, asked.set)
     while not asked.is_set():
@@ -600,8 +595,7 @@ async def test_a_node_goes_with_the_hours_and_comes_back(tmp_path: Path) -> None
 
 async def test_rounds_have_their_share_of_the_line_in_every_shift(tmp_path: Path) -> None:
     wall = Wall(datetime(2026, 11, 29, 12, 0, tzinfo=UTC))
-    ledger = TrafficLedger(tmp_path / "traffic.json", wall, lambda _: None)
-    sessions = Sessions(OwnerLimits(upload_bytes_per_s=1e6), ledger, wall, lambda _: None)
+    sessions = Sessions(OwnerLimits(upload_bytes_per_s=1e6), tmp_path / "traffic.json", wall, lambda _: None)
     plain = SimNetwork().network("us")
     for number in range(2):
         async with sessions.session(plain, asyncio.Event()) as (network, _):
@@ -620,7 +614,7 @@ async def test_a_spent_cap_ends_the_shift_and_the_next_month_begins_another(tmp_
     them = hub.network("them")
     await them.serve("heavy", HEAVY, lambda conversation: conversation.receive())
     plain = hub.network("us")
-    sessions = Sessions(allowance, TrafficLedger(path, wall, said.append), wall, said.append)
+    sessions = Sessions(allowance, path, wall, said.append)
     await sessions.begin()
     assert now() == 0.0
     async with sessions.session(plain, asyncio.Event()) as (network, leave):
@@ -633,7 +627,7 @@ async def test_a_spent_cap_ends_the_shift_and_the_next_month_begins_another(tmp_
     spent = TrafficLedger(path, wall, said.append).spent
     assert 0.99 * 20_000_000 <= spent.total_bytes <= 36_000_000  # ten seconds between two looks
     # A restart remembers, and waits for the month to end.
-    again = Sessions(allowance, TrafficLedger(path, wall, said.append), wall, said.append)
+    again = Sessions(allowance, path, wall, said.append)
     await again.begin()
     assert f"{wall():%Y-%m-%d}" == "2026-12-01"
     assert TrafficLedger(path, wall, said.append).spent.total_bytes == 0

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import pytest
+from handlers import now
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_messages import ASKS, Ask
@@ -45,11 +46,11 @@ class World:
 
     async def ask(self, text: str, peer: str = "b") -> float:
         """Return the seconds that a call took."""
-        begun_s = asyncio.get_running_loop().time()
+        begun_s = now()
         async with self.pool.talk(peer) as conversation:
             await conversation.send(Ask(text=text))
             assert await conversation.receive() == Ask(text=text)
-        return asyncio.get_running_loop().time() - begun_s
+        return now() - begun_s
 
     @property
     def opened(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from handlers import now
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_swarms import Peer, asked_to_leave, recipe, until
@@ -61,13 +62,13 @@ async def train(cast: Cast) -> None:
 
 async def leave(cast: Cast, name: str, within_s: float) -> float:
     """Ask one to leave, and return how long that took; fail when it takes longer than it may, or ends in an error."""
-    asked_s, task = asyncio.get_running_loop().time(), cast.peers[name].session.task
+    asked_s, task = now(), cast.peers[name].session.task
     assert task is not None
     cast.peers[name].ask_to_leave()
     async with asyncio.timeout(within_s):
         await asyncio.wait({task})
     task.result()
-    return asyncio.get_running_loop().time() - asked_s
+    return now() - asked_s
 
 
 async def end(cast: Cast) -> None:
@@ -98,7 +99,7 @@ async def test_whenever_it_is_asked_it_goes_soon_and_nobody_loses_by_it(
     name = list(cast.peers)[number % len(cast.peers)]
     leaver = cast.peers[name]
     await asyncio.sleep(moment_s)
-    asked_s = asyncio.get_running_loop().time()
+    asked_s = now()
     before = len(cast.since(name, events.InnerStep))
     await leave(cast, name, SOON_S)
     taken = len(cast.since(name, events.InnerStep))
@@ -111,7 +112,7 @@ async def test_whenever_it_is_asked_it_goes_soon_and_nobody_loses_by_it(
         assert leaver.disk.counters.inner_steps == finished.step
         assert leaver.disk.counters.round == finished.round
     left = [other for other in cast.peers if other != name]
-    gone_s = asyncio.get_running_loop().time()
+    gone_s = now()
     await until(lambda: all(len(cast.since(other, events.InnerStep, gone_s)) >= 3 for other in left), 120.0)
     # Its own microbatches came back before it went, and those of others were refused or had their gradient.
     lost = [loss for other in left for loss in cast.since(other, events.Lost, asked_s)]
@@ -142,7 +143,7 @@ async def test_it_takes_no_more_microbatches_and_finishes_those_in_its_hands() -
     async def listen(heard: Heard) -> None:
         mine = heard.me == "s1r0" and heard.act == "sends"
         if mine and heard.calls and isinstance(heard.message, Microbatch):
-            taken.append(asyncio.get_running_loop().time())
+            taken.append(now())
 
     cast.listen = listen
     await until(lambda: len(taken) > 3)
@@ -150,7 +151,7 @@ async def test_it_takes_no_more_microbatches_and_finishes_those_in_its_hands() -
     await until(lambda: replica.admission.in_flight >= 2)
     counts, asked_s, in_flight = (
         replica.worker.statistics(),
-        asyncio.get_running_loop().time(),
+        now(),
         replica.admission.in_flight,
     )
     taken.clear()
@@ -191,7 +192,7 @@ async def test_who_has_no_weights_yet_goes_at_once(state: PeerState) -> None:
     await asyncio.sleep(60.0)
     if state is PeerState.CATCHING_UP:
         cast.hub.set_access("s0r0", Access(up_bytes_per_s=1000.0))
-    begun_s = asyncio.get_running_loop().time() - 1e-3
+    begun_s = now() - 1e-3
     cast.peers["s0r1"].start()
     await until(lambda: state in [event.state for event in cast.since("s0r1", events.StateChanged, begun_s)], 60.0)
     if state is PeerState.CATCHING_UP:
@@ -199,7 +200,7 @@ async def test_who_has_no_weights_yet_goes_at_once(state: PeerState) -> None:
     assert await leave(cast, "s0r1", SOON_S) < 2.0
     assert not cast.since("s0r1", events.Finished)
     cast.hub.set_access("s0r0", Access())
-    gone_s = asyncio.get_running_loop().time()
+    gone_s = now()
     await until(lambda: len(cast.since("s0r0", events.InnerStep, gone_s)) >= 6, 120.0)
     await end(cast)
 

@@ -17,7 +17,7 @@ from user_errors import user_error
 from noloco_node.errors import Exit, UserError, user_error_of
 from noloco_node.libp2p.addresses import KnownPeers, PeerAddress, parse_peer_address
 from noloco_node.libp2p.settings import NetworkSettings
-from noloco_node.limits.budget import OwnerLimits, TrafficLedger, read_hours
+from noloco_node.limits.budget import OwnerLimits, read_hours
 from noloco_node.machine.signals import Departure
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.node import sessions
@@ -115,8 +115,7 @@ class Outside:
         """By the number of the session joined: after how many seconds it breaks, and by what."""
         self.wall: Callable[[], datetime] = lambda: datetime(2026, 3, 2, 22, tzinfo=UTC) + timedelta(seconds=now())
         allowance = OwnerLimits() if hours is None else OwnerLimits(hours=read_hours(hours))
-        ledger = TrafficLedger(directory / "traffic.json", self.wall, self.say)
-        self.sessions = Sessions(allowance, ledger, self.wall, self.say)
+        self.sessions = Sessions(allowance, directory / "traffic.json", self.wall, self.say)
         self._network = SimNetwork().network("us")
 
     def say(self, text: str) -> None:
@@ -154,7 +153,7 @@ class Outside:
             asyncio.get_running_loop().call_later(asked_s, self.leaving.asked.set)
         try:
             async with asyncio.timeout(96 * HOUR_S):
-                await live_in_sessions(self.sessions, self.leaving, self.opened, self.take_part, self.say)
+                await live_in_sessions(self.sessions, self.leaving, self.opened, self.take_part)
         finally:
             await asyncio.sleep(0)  # for what was cancelled to end
             assert not self.open
@@ -288,9 +287,7 @@ async def test_a_pause_ends_with_the_hours_also_where_the_clock_was_set(tmp_path
         return begun + timedelta(seconds=now() + (1800.0 if now() > 100.0 else 0.0))
 
     allowance = OwnerLimits(hours=read_hours("22-08"))
-    kept = Sessions(
-        allowance, TrafficLedger(tmp_path / "traffic.json", wall, outside.said.append), wall, outside.said.append
-    )
+    kept = Sessions(allowance, tmp_path / "traffic.json", wall, outside.said.append)
     assert kept.lasts_s() == 1800.0
     await kept.pause(40.0)
     assert now() == pytest.approx(40.0)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from handlers import now
 from hypothesis import given
 from hypothesis import strategies as st
 from memory_swarms import Peer, Text, asked_to_leave, ended, recipe, until
@@ -104,9 +105,9 @@ def test_who_is_stranded_with_gradients_of_the_next_window_knows_it() -> None:
         await asyncio.wait([peers[1].task])
         await until(lambda: replica.stranded, 60.0)
         both = 0 < replica.admission.turns.waiting < replica.admission.in_flight
-        begun_s = asyncio.get_running_loop().time()
+        begun_s = now()
         await asked_to_leave(peers[0])
-        return peers[0], asyncio.get_running_loop().time() - begun_s, both
+        return peers[0], now() - begun_s, both
 
     kinds = set()
     for steps in range(2, 20, 6):

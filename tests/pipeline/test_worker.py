@@ -317,8 +317,30 @@ async def test_a_device_that_was_slow_once_is_asked_again() -> None:
     assert isinstance(await peer.worker.process(MICROBATCH, "x"), Gradient)
     peer.device.seconds = 1.0
     assert isinstance(await peer.worker.process(replace(MICROBATCH, budget_s=LONGEST_S / 3), "x"), Refused)
+    assert peer.worker.statistics()["refused_late"] == 1
     assert isinstance(await peer.worker.process(MICROBATCH, "x"), Gradient)
     assert peer.worker.device_s < 10.0 * LONGEST_S
+
+
+@given(st.floats(0.01, 2.0), st.floats(1.0, 1e4))
+def test_one_long_microbatch_has_none_refused_and_a_slower_device_is_known_soon(seconds: float, times: float) -> None:
+    """One that the process was stopped in: the device is what it was."""
+
+    async def main() -> None:
+        peer = Swarm([1], window=200).peers["0.0"]
+
+        async def take(count: int, seconds: float) -> list[Reply]:
+            peer.device.seconds = seconds
+            return await asyncio.gather(*[peer.worker.process(MICROBATCH, str(n)) for n in range(count)])
+
+        await take(1, seconds)
+        await take(1, times * seconds)
+        assert all(isinstance(reply, Gradient) for reply in await take(20, seconds))
+        for _ in range(100):
+            await take(1, times * seconds)
+        assert peer.worker.device_s == pytest.approx(times * seconds, rel=0.01)
+
+    run(main())
 
 
 def test_a_budget_that_ends_anywhere_ends_in_expired_and_accuses_nobody() -> None:
