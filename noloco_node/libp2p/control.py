@@ -191,15 +191,18 @@ class Control:
     async def knock(self, doors: Sequence[PeerAddress], wait_s: float, level: int = logging.DEBUG) -> list[PeerAddress]:
         """Connect to peers and return those that answered; `UserError` when there are some and none did.
 
-        The failures of others are logged.
+        The failures of peers that answer nowhere are logged; an invite also names earlier addresses of others.
         """
         causes = await self.connect_all(doors, wait_s)
-        failed = {str(address): cause for address, cause in causes.items() if cause is not None}
-        if failed and len(failed) == len(causes):
-            raise unreachable(failed)
-        for place, cause in failed.items():
-            logger.log(level, "Of the ways into the swarm %s cannot be reached: %s", place, cause)
-        return [address for address, cause in causes.items() if cause is None]
+        reached = [address for address, cause in causes.items() if cause is None]
+        failed = {address: cause for address, cause in causes.items() if cause is not None}
+        if failed and not reached:
+            raise unreachable({str(address): cause for address, cause in failed.items()})
+        peers = {address.peer for address in reached}
+        for address, cause in failed.items():
+            if address.peer not in peers:
+                logger.log(level, "Of the ways into the swarm %s cannot be reached: %s", address, cause)
+        return reached
 
     @asynccontextmanager
     async def connected(self, wait_s: float) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:

@@ -350,15 +350,13 @@ class Assignment:
 
     def _make_evaluator(self) -> Evaluator | None:
         """Return what evaluates our replica; None where nothing is to be evaluated."""
-        context, replica, run = self._context, self.replica, self._context.run
+        context, replica = self._context, self.replica
         if context.host.evaluation is None or replica.stage > 0:
             return None
         evaluated = EvaluatorContext(
             run_id=context.run_file.digest,
+            run=context.run,
             me=context.me,
-            every_rounds=run.data.evaluate_every_rounds,
-            sequences=run.pipeline.microbatch_size,
-            length=run.pipeline.sequence_length,
             host=context.host.evaluation,
             roster=lambda: context.membership.roster,
             losses=replica.losses,
@@ -367,7 +365,6 @@ class Assignment:
             busy_s=lambda: context.host.device.busy_s,
             is_ending=lambda: self._ending is not None,
             reporter=self._reporter,
-            routed=not replica.last,
         )
         return Evaluator(evaluated, replica.rounds.finished)
 

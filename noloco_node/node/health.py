@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import NamedTuple, NoReturn
 
-from noloco_node.machine.interface import Reporter
+from noloco_node.machine.interface import Host, Reporter
 from noloco_node.machine.system import counts_sleep
 from noloco_node.network.swarm_clock import CLOCK_DOUBT_S
 from noloco_node.run.peer_state import AT_WORK
@@ -196,15 +196,12 @@ class HealthMonitor:
         self,
         membership: Membership,
         reporter: Reporter,
-        unix_time: Callable[[], float],
-        ahead_s: Callable[[], float],
-        asleep_s: Callable[[], float],
+        host: Host,
         forgive: Callable[[float], None],
-        of_training: Callable[[bool], Mapping[str, Condition]] = lambda explained: {},
+        of_training: Callable[[bool], Mapping[str, Condition]],
     ) -> None:
         self._membership, self._reporter, self._forgive = membership, reporter, forgive
-        self._of_training = of_training
-        self._unix_time, self._ahead_s, self._asleep_s = unix_time, ahead_s, asleep_s
+        self._of_training, self._host = of_training, host
         self._clocks = self._look_at_clocks()
         self._served_now = Derived(lambda: membership.roster, _served)
         self._empty_since: dict[int, float] = {}
@@ -246,11 +243,11 @@ class HealthMonitor:
             self._reporter.notice(what, text, over=over)
 
     def _look_at_clocks(self) -> ClockSample:
-        return ClockSample(loop_s(), self._unix_time() + self._ahead_s(), self._asleep_s())
+        return ClockSample(loop_s(), self._host.unix_time() + self._host.clock_ahead_s(), self._host.asleep_s())
 
     def _look_around(self, roster: Roster) -> dict[str, Condition]:
         now_s, found = self._clocks.loop_s, dict[str, Condition]()
-        skew_s = self._ahead_s()
+        skew_s = self._host.clock_ahead_s()
         if abs(skew_s) >= CLOCK_DOUBT_S:
             found["clock"] = wrong_clock(skew_s)
         if roster.old_since_s is not None:

@@ -100,15 +100,7 @@ class Node:
                 options.save_every_s,
                 lambda text, over: reporter.record(events.Noticed(what=events.DISK, text=text, over=over)),
             ),
-            health=HealthMonitor(
-                membership,
-                reporter,
-                host.unix_time,
-                host.clock_ahead_s,
-                host.asleep_s,
-                self._forgive,
-                self._conditions,
-            ),
+            health=HealthMonitor(membership, reporter, host, self._forgive, self._conditions),
             shut_out=bans.shut_out,
             snapshots=snapshots,
         )

@@ -113,7 +113,12 @@ class ProgressReporter:
         self._reporter.record(events.Traffic(sent=bytes_by["bytes.sent."], received=bytes_by["bytes.received."]))
 
     def record_receipts(self) -> None:
-        """Journal what the largest sources claim and how much of it is signed, if anything is known."""
+        """Journal what the largest sources claim and how much of it is signed, if anything is known.
+
+        Only sources read receipts: a later stage knows those of before it joined.
+        """
+        if self._replica.stage > 0:
+            return
         other_sources = self._membership.roster.other_sources
         largest = sorted(other_sources, key=lambda source: (-source.claimed, source.peer))[:MOST_SOURCES]
         own = self._membership.receipts.signed(self._membership.me)

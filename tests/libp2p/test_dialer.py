@@ -1,6 +1,7 @@
 """Streams opened by way of a daemon, of which we play the part: what is cancelled half-way leaves nothing behind."""
 
 import asyncio
+import logging
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -239,3 +240,19 @@ async def test_an_address_that_is_named_twice_is_unreachable_too() -> None:
     door = PeerAddress("/ip4/192.0.2.1/tcp/4001", SOMEBODY)
     with user_error(Exit.UNREACHABLE):
         await Deaf(nothing, nothing).knock([door, door], 1.0)
+
+
+async def test_no_earlier_address_of_a_peer_that_answers_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    class Half(Control):
+        async def connect(self, address: PeerAddress, wait_s: float) -> str | None:
+            return None if address.transport.endswith("/4001") else "no program listens there"
+
+    nothing: Any = None
+    doors = [
+        PeerAddress("/ip4/192.0.2.1/tcp/4000", SOMEBODY),
+        PeerAddress("/ip4/192.0.2.1/tcp/4001", SOMEBODY),
+        PeerAddress("/ip4/192.0.2.2/tcp/4000", ME),
+    ]
+    assert await Half(nothing, nothing).knock(doors, 1.0, logging.WARNING) == doors[1:2]
+    (warning,) = caplog.messages
+    assert str(doors[2]) in warning

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from memory_swarms import Peer, recipe, until
 
 from noloco_node.cli import bootstrap
 from noloco_node.journal import events
-from noloco_node.machine.interface import Reporter
+from noloco_node.machine.interface import Host, Reporter
 from noloco_node.network.swarm_clock import CLOCK_DOUBT_S
 from noloco_node.node.health import (
     LEAST_S,
@@ -100,22 +101,25 @@ class Scene:
         self.membership = Membership(self.network, "run", 3, unix_time=self.unix_time)
         self.stalls = False
         reporter = Reporter(record=self.events.append, say=self.said.append)
-        self.watch = HealthMonitor(
-            self.membership,
-            reporter,
-            self.unix_time,
-            lambda: self.set_s,
-            lambda: self.slept_s,
-            self.forgiven.append,
-            self.of_training,
-        )
+        host = cast(Host, self)
+        self.watch = HealthMonitor(self.membership, reporter, host, self.forgiven.append, self.of_training)
 
     def of_training(self, explained: bool) -> dict[str, Condition]:
         stall = Condition("brief", "nothing comes back", "the stall is over")
         return {"stall": stall} if self.stalls and not explained else {}
 
+    # What the watch asks of its host.
+
     def unix_time(self) -> float:
         return 1e9 + self.loop.time() + self.slept_s
+
+    def clock_ahead_s(self) -> float:
+        return self.set_s
+
+    def asleep_s(self) -> float:
+        return self.slept_s
+
+    # What a test lets happen.
 
     def sleep(self, seconds: float) -> None:
         """Let the machine sleep: the loop's clock stands still, the time of day goes on."""

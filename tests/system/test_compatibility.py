@@ -10,7 +10,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 import torch
-from compatibility import agreements, everything, files, messages, product, simulations
+from compatibility import admissions, agreements, everything, files, messages, product, simulations
 from compatibility.recorded import RECORDED, TOLERANCE, read, unlike, written
 from typer.testing import CliRunner
 
@@ -105,6 +105,26 @@ def test_records_are_written_and_read_as_they_were() -> None:
     assert product.signing.content_of(place, then["peer"], agreements.EXPIRY, signed) == b"a record"
     places = (agreements.PLACE, agreements.OTHER_PLACE)
     assert product.told.listed({"a relay": bytes.fromhex(then["relays"])}) == places
+
+
+def test_admissions_are_written_and_read_as_they_were(tmp_path: Path) -> None:
+    compare(admissions.recorded(tmp_path), "admissions.json")
+    then, ticket, owner_files = read("admissions.json"), product.ticket, product.owner_files
+    owner, run = bytes.fromhex(then["owner"]), files.recipe().digest
+    for name, chain in admissions.chains().items():
+        found = ticket.decode(bytes.fromhex(then["tickets"][name]))
+        assert found == chain
+        assert ticket.facts_of(found, owner, run) is not None
+    for name, credential in admissions.credentials().items():
+        assert ticket.parse_credential(then["credentials"][name]) == credential
+    (tmp_path / "run.owner").write_text(then["run.owner"])
+    assert admissions.public(owner_files.load_key(tmp_path / "run.toml")) == owner
+    for name, members in admissions.lists().items():
+        (tmp_path / "run.members").write_text(then["run.members"][name])
+        assert owner_files.load_members(tmp_path / "run.toml") == members
+        if members.number:
+            signed = ticket.decode_list(members.signed, owner, run)
+            assert {key.hex(): until for key, until in signed.revoked.items()} == members.revoked
 
 
 def test_orders_and_initial_weights_follow_from_seeds_as_they_did() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from compatibility import agreements, files, messages, simulations
+from compatibility import admissions, agreements, files, messages, simulations
 from compatibility.recorded import RECORDED, written
 
 NAMED_BY = "crash-and-restart"
@@ -18,6 +18,7 @@ def tables(directory: Path) -> dict[str, Any]:
         "messages.json": messages.recorded(),
         "command-line.json": agreements.command_line(),
         "records.json": agreements.records(),
+        "admissions.json": admissions.recorded(directory),
         "orders.json": agreements.orders(),
         "initial-weights.json": agreements.initial_weights(),
         "printed.json": agreements.printed(),

@@ -150,6 +150,14 @@ def _services() -> Iterator[tuple[str, Said]]:
     yield "run: a request", Said(product.RunRequest(), product.RUN_SCHEMA)
     reply = product.RunFile(text='# Grüße\nname = "x"\n', unix_time=1_800_000_000.25)
     yield "run: the run file", Said(reply, product.RUN_SCHEMA)
+    yield "run: how far, a request", Said(product.ReachedRequest(), product.HISTORY_SCHEMA)
+    yield "run: how far", Said(product.ReachedReply(progress=0.375), product.HISTORY_SCHEMA)
+    ticket, hook = product.ticket_service, product.admission_hook
+    yield "admission: a ticket, please", Said(ticket.TicketRequest(nonce=2**33, trains=True), ticket.SCHEMA)
+    yield "admission: a ticket", Said(ticket.TicketReply(ticket=bytes(range(16)), refusal=""), ticket.SCHEMA)
+    yield "admission: no ticket", Said(ticket.TicketReply(ticket=b"", refusal="no: ü"), ticket.SCHEMA)
+    yield "admission: our ticket", Said(hook.ShowTicket(ticket=b"ticket", revocations=b"list"), hook.SCHEMA)
+    yield "admission: a verdict", Said(hook.TicketVerdict(refusal="no: ü", revocations=b"list"), hook.SCHEMA)
     measuring = product.measuring
     for name, message in {
         "send me": measuring.SendMe(pieces=16),

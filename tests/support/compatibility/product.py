@@ -6,6 +6,8 @@ The names here are these tests' own. What is renamed in the product is imported 
 
 from types import SimpleNamespace
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 from gossip.exchange import codec
 from gossip.exchange.messages import (
     Accept,
@@ -32,6 +34,7 @@ from gossip.settings import Format
 from gossip.transfer import chunks as pieces
 from gossip.transfer.assembly import Key as PieceKey
 from gossip.transfer.download import donors as donor_order
+from noloco_node.admission import admission_hook, owner_files, ticket, ticket_service
 from noloco_node.cli.main import app
 from noloco_node.cli.status import summary as status_summary
 from noloco_node.data.blocks import open_blocks
@@ -78,11 +81,11 @@ from noloco_node.swarm.invite import format as format_invite
 from noloco_node.swarm.invite import parse as parse_invite
 from noloco_node.swarm.receipts import SourceRecord, decode_source
 from noloco_node.swarm.roster import Given, PeerRecord, Roster
+from noloco_node.swarm.run_distribution import HISTORY_SCHEMA, ReachedReply, ReachedRequest, RunRequest
 from noloco_node.swarm.run_distribution import SCHEMA as RUN_SCHEMA
 from noloco_node.swarm.run_distribution import TOPIC as RUN_TOPIC
 from noloco_node.swarm.run_distribution import RunFileReply as RunFile
 from noloco_node.swarm.run_distribution import RunFileText as Recipe
-from noloco_node.swarm.run_distribution import RunRequest
 from noloco_node.swarm.stage_records import Published, decode_record, encode_record
 from pipeline.messages import Gradient, Microbatch, Reason, Refused, SequenceLosses
 from tests.explorer.scenario_file import scenario_text
