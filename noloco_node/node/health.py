@@ -198,7 +198,7 @@ class HealthMonitor:
         reporter: Reporter,
         host: Host,
         forgive: Callable[[float], None],
-        of_training: Callable[[bool], Mapping[str, Condition]],
+        of_training: Callable[[bool], dict[str, Condition]],
     ) -> None:
         self._membership, self._reporter, self._forgive = membership, reporter, forgive
         self._of_training, self._host = of_training, host
