@@ -310,11 +310,9 @@ class KnownPeers:
                 self._places.pop(address.peer, None)
                 self._places[address.peer] = address
         while len(self._places) > _MOST_KNOWN:
-            crowds = Counter(public_prefix(each.transport) for each in self._places.values())
-            most = max(crowds.values())
-            del self._places[
-                next(p for p, each in self._places.items() if crowds[public_prefix(each.transport)] == most)
-            ]
+            prefixes = {peer: public_prefix(each.transport) for peer, each in self._places.items()}
+            crowds = Counter(prefixes.values())
+            del self._places[max(prefixes, key=lambda peer: crowds[prefixes[peer]])]
 
     def beside(self, doors: Iterable[PeerAddress]) -> list[PeerAddress]:
         """Return `doors`, then all others that we remember, the latest first."""
