@@ -378,14 +378,7 @@ class Assignment:
             own=self.replica.stage,
             every=context.options.keep_snapshots,
         )
-        await SnapshotKeeper(
-            config,
-            self._services.snapshots,
-            context.network,
-            lambda: membership.roster,
-            context.host.device,
-            context.reporter,
-        ).run()
+        await SnapshotKeeper(config, self._services.snapshots, lambda: membership.roster, context.reporter).run()
 
 
 def _make_replica(context: NodeContext, services: NodeServices, start: Start) -> Replica:
