@@ -248,9 +248,9 @@ class Assignment:
         self._reporter.record(events.Moved(origin=origin, target=target, why=why, discarded=self._discarded))
         self._reporter.record(events.StateChanged(state=PeerState.JOINING))
 
-    def conditions(self) -> dict[str, Condition]:
-        """Return what keeps the training from going on."""
-        return {} if self._ending is not None else self._progress.conditions()
+    def conditions(self, explained: bool) -> dict[str, Condition]:
+        """Return what keeps the training from going on. `explained`: as in `ProgressReporter.conditions`."""
+        return {} if self._ending is not None else self._progress.conditions(explained)
 
     def forgive(self, for_s: float) -> None:
         """Suspect no peer of the next stage for so long, and no partner until now: we were away ourselves."""

@@ -188,7 +188,8 @@ def _served(roster: Roster) -> tuple[bool, ...]:
 class HealthMonitor:
     """Checks clocks and roster every few seconds while it runs.
 
-    `forgive(seconds)`: suspect no peer for so long. `of_training`: returns the conditions of the training.
+    `forgive(seconds)`: suspect no peer for so long. `of_training(explained)`: returns the conditions of the training;
+    where we have told why it stands still (`explained`), the time until now is no stall of its own.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class HealthMonitor:
         reporter: Reporter,
         host: Host,
         forgive: Callable[[float], None],
-        of_training: Callable[[], Mapping[str, Condition]] = dict,
+        of_training: Callable[[bool], dict[str, Condition]],
     ) -> None:
         self._membership, self._reporter, self._forgive = membership, reporter, forgive
         self._of_training, self._host = of_training, host
@@ -251,6 +252,7 @@ class HealthMonitor:
             found["clock"] = wrong_clock(skew_s)
         if roster.old_since_s is not None:
             # Then we cannot tell which peers are gone.
+            self._of_training("stall" not in self._said)
             return found | {"roster": old_roster(now_s - roster.old_since_s)}
         since_s = self._membership.unlisted_since_s
         if since_s is not None and now_s - since_s >= LIFETIME_S:
@@ -264,7 +266,5 @@ class HealthMonitor:
             empty_s = now_s - self._empty_since.setdefault(number, now_s)
             if number in self._served or empty_s >= NEVER_SERVED_S:
                 found[f"stage {number}"] = deserted(number, empty_s, len(roster.stage(number)))
-        training = {} if over else dict(self._of_training())
-        if found and "stall" not in self._said:
-            training.pop("stall", None)  # the stage without replicas says it
-        return found | training
+        explained = bool(self._empty_since) and "stall" not in self._said
+        return found if over else found | self._of_training(explained)

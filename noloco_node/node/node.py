@@ -238,5 +238,5 @@ class Node:
         if self.assignment is not None:
             self.assignment.forgive(seconds)
 
-    def _conditions(self) -> dict[str, Condition]:
-        return {} if self.assignment is None else self.assignment.conditions()
+    def _conditions(self, explained: bool) -> dict[str, Condition]:
+        return {} if self.assignment is None else self.assignment.conditions(explained)
