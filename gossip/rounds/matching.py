@@ -252,6 +252,10 @@ class PartnerQueue:
         """The number of partners that are asked later, or not at all."""
         return len(self._not_before)
 
+    def left_alone_count(self, now: float) -> int:
+        """Return how many partners are left alone, because we have lost much time by them."""
+        return sum(alone.until > now for alone in self._alone.values())
+
     def clear(self, peers: Collection[str], now: float) -> None:
         """Let everybody be asked anew, as a round opens, but those that are left alone."""
         if len(peers) < 2:

@@ -47,11 +47,15 @@ from gossip.settings import OuterConfig
 
 
 class RoundsView(NamedTuple):
-    """The partner that a replica meets, the one that it swaps with ahead, and how many partners it asks later."""
+    """The partner that a replica meets, the one that it swaps with ahead, and how many partners it asks later.
+
+    `left_alone`: how many of these it has lost much time by.
+    """
 
     meeting_partner: str | None
     prefetch_partner: str | None
     put_off: int
+    left_alone: int
 
 
 class Rounds:
@@ -140,6 +144,7 @@ class Rounds:
             meeting_partner=None if meeting is None else meeting.partner,
             prefetch_partner=self._prefetcher.swapping,
             put_off=self._round_state.queue.put_off_count,
+            left_alone=self._round_state.queue.left_alone_count(now()),
         )
 
     # Called by the node.

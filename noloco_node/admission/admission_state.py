@@ -45,6 +45,10 @@ LISTED = "listed"
 NO_TICKET, EXPIRED = "it has shown no ticket", "its ticket has expired"
 FOREIGN = "its ticket is not one of this run's owner"
 SHUT_OUT = "the owner of the run has shut it out"
+WHEN_SHUT_OUT = (
+    "ask the owner of the run to let you back in (noloco-node members lift); another --home has another identity, and "
+    "needs an invite of its own"
+)
 _TO_US = (("it has", "you have"), ("its", "your"), ("it", "you"))
 """Words of a refusal: as another peer says them of us, and as we say them to our owner."""
 RENEW_S = 7 * 86400.0
@@ -218,11 +222,14 @@ def not_for(peer: str) -> str:
 
 def not_admitted(why: str) -> UserError:
     """Return the error of a peer that the run does not let in, or no longer."""
+    invite = (
+        "give the whole invite, with the part from its # on, if it has one; or ask the owner of the run for an "
+        "invite of your own: each is for one identity (--home), and expires"
+    )
     return UserError(
         "This run does not let us in.",
         why=why,
-        hint="give the whole invite, with the part from its # on, if it has one; or ask the owner of the run for an "
-        "invite of your own: each is for one identity (--home), and expires",
+        hint=WHEN_SHUT_OUT if addressed(SHUT_OUT) in why else invite,
         code=Exit.NOT_ADMITTED,
     )
 

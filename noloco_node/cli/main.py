@@ -185,6 +185,8 @@ def main() -> None:
     except (UserError, OSError, BaseExceptionGroup) as error:
         trouble = _trouble_of(error)
         if trouble is None:
+            if isinstance(error, BaseExceptionGroup):  # a traceback leaves out what is ten groups deep
+                raise BaseExceptionGroup("an error that the program does not know", leaves(error)) from None
             raise
         if trouble.code is Exit.STORAGE and trouble not in causes(error):
             # What is left of the output would be refused once more.

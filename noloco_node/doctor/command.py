@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from noloco_node.admission.admission_state import AdmissionState
+from noloco_node.admission.admission_state import WHEN_SHUT_OUT, AdmissionState
 from noloco_node.admission.ticket import Right, peer_of_file
 from noloco_node.doctor import machine_checks
 from noloco_node.doctor.machine_checks import Finding, Grade, Needs, exit_code, fail, line, ok, verdict, warn
@@ -37,6 +37,7 @@ from noloco_node.swarm import invite as invites
 from noloco_node.swarm import run_distribution, speed_test
 from noloco_node.swarm.access import RunAccess, connected
 from noloco_node.swarm.roster import Roster
+from noloco_node.tasks import loop_s
 from noloco_node.units import format_duration, format_rate
 
 MOST_TRIED, AT_ONCE = 16, 4
@@ -106,10 +107,10 @@ async def _try_address(digest: str, address: PeerAddress) -> Finding:
     about = f"bootstrap peer {address.transport}"
     # On the loopback interface: nothing is to be found out about this machine here.
     settings = NetworkSettings(run=digest, listen=("/ip4/127.0.0.1/tcp/0",), bootstrap=(str(address),))
-    begun_s = asyncio.get_running_loop().time()
+    begun_s = loop_s()
     try:
         async with Libp2pNetwork.open(settings):
-            return ok(about, f"answers, {asyncio.get_running_loop().time() - begun_s:.1f} s after the start")
+            return ok(about, f"answers, {loop_s() - begun_s:.1f} s after the start")
     except UserError as error:
         if error.code is not Exit.UNREACHABLE:
             return fail(about, f"{error.what} {error.why}", error.hint)
@@ -164,8 +165,7 @@ def shut_out(state: AdmissionState | None, home: Path) -> list[Finding]:
     peer = peer_of_file(HomePaths(home).identity)
     if state is None or peer is None or not state.is_revoked(peer):
         return []
-    hint = "ask the owner of the run; another --home has another identity, and needs an invite of its own"
-    return [fail("admission", f"the owner of the run has shut you out, {peer}", hint)]
+    return [fail("admission", f"the owner of the run has shut you out, {peer}", WHEN_SHUT_OUT)]
 
 
 def _module(run: RunConfig) -> list[Finding]:
@@ -354,13 +354,13 @@ async def _upload(network: PeerNetwork, peer: str) -> float | None:
         await conversation.send(speed_test.TakeFromMe(pieces=PIECES))
         if not isinstance(await conversation.receive(), speed_test.Go):
             return None
-        loop, begun_s = asyncio.get_running_loop(), asyncio.get_running_loop().time()
+        begun_s = loop_s()
         await speed_test.send(conversation, PIECES)
         took = await conversation.receive()
         if not isinstance(took, speed_test.Took):
             raise ConnectionAbortedError(f"expected a measurement, got {type(took).__name__}")
         # The other's clock may be anything; what was sent cannot have taken longer than it took us.
-        seconds = min(max(took.seconds, 1e-6), loop.time() - begun_s)
+        seconds = min(max(took.seconds, 1e-6), loop_s() - begun_s)
         return (PIECES - 1) * speed_test.PIECE_BYTES / seconds
 
 

@@ -98,18 +98,16 @@ async def last_evaluation(roster: Callable[[], Roster], every_rounds: int) -> No
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluatorContext:
-    """How an evaluator reaches its node. `sequences`: that fit a pass. `length`: of a sequence, in tokens.
+    """How an evaluator reaches its node.
 
     `losses`: computes the losses of marked tokens, of each or of each sequence. `logits`: those of ids. `evaluated`:
     returns the weights with their loss. `busy_s`: seconds for which the device has worked. `is_ending`: whether the
-    node has begun to leave its stage. `routed`: whether losses come through other stages.
+    node has begun to leave its stage.
     """
 
     run_id: str
+    run: RunConfig
     me: str
-    every_rounds: int
-    sequences: int
-    length: int
     host: EvaluationHost
     roster: Callable[[], Roster]
     losses: Callable[[Tensor], Awaitable[Tensor]]
@@ -118,7 +116,6 @@ class EvaluatorContext:
     busy_s: Callable[[], float]
     is_ending: Callable[[], bool]
     reporter: Reporter
-    routed: bool
 
 
 class _Material(NamedTuple):
@@ -142,7 +139,9 @@ class Evaluator:
     def __init__(self, context: EvaluatorContext, round: int) -> None:
         self.newest: Evaluation | None = None  # our last evaluation, for our record
         self._context = context
-        self._seen = round // context.every_rounds  # the last evaluation that was due
+        self._every_rounds = context.run.data.evaluate_every_rounds
+        self._is_routed = context.run.pipeline.stages > 1  # whether losses come through other stages
+        self._seen = round // self._every_rounds  # the last evaluation that was due
         self._ours: int | None = None  # the evaluation that we have to make
         self._opening: asyncio.Task[_Material] | None = None
         self._under_way: asyncio.Task[None] | None = None  # our last evaluation beside the training
@@ -157,7 +156,7 @@ class Evaluator:
             return
         number, self._ours = self._ours, None
         evaluation = self._evaluate(number, material, _Place(round, step, progress))
-        if self._context.routed:
+        if self._is_routed:
             self._under_way = asyncio.create_task(self._guarded(number, evaluation), name="evaluation")
         else:
             await evaluation
@@ -168,7 +167,7 @@ class Evaluator:
         await _end(self._under_way)
         if chosen(context.run_id, AT_THE_END, self._sources(PeerState.TRAINING, PeerState.FINISHED)) != context.me:
             return
-        number, self._ended = round // context.every_rounds + 1, True
+        number, self._ended = round // self._every_rounds + 1, True
         await self._guarded(number, self._last(number, _Place(round, step, progress)))
 
     async def _last(self, number: int, place: _Place) -> None:
@@ -182,7 +181,7 @@ class Evaluator:
             raise TimeoutError(f"it took longer than {LONGEST_END_S:.0f} s") from None
 
     def _next_stage(self) -> Sequence[PeerRecord]:
-        return self._context.roster().stage(1) if self._context.routed else ()
+        return self._context.roster().stage(1) if self._is_routed else ()
 
     async def _guarded(self, number: int, evaluation: Coroutine[Any, Any, None]) -> None:
         """Make an evaluation that nobody waits for: whatever it raises is told."""
@@ -204,7 +203,7 @@ class Evaluator:
         except (MemoryError, ValueError, ConnectionError) as error:  # also of a sample without a token that is learnt
             self._leave_out(number, str(error) or "no memory is left")
             return
-        is_best = not context.routed and await self._keep_best(loss.mean)
+        is_best = not self._is_routed and await self._keep_best(loss.mean)
         event = events.Evaluated(
             number=number,
             **place._asdict(),
@@ -219,7 +218,7 @@ class Evaluator:
         )
         self.newest, self._trouble = event.evaluation, ""
         context.reporter.record(event)
-        of = (", of the final weights" * self._ended) + (", a mean over chains of replicas" * context.routed)
+        of = (", of the final weights" * self._ended) + (", a mean over chains of replicas" * self._is_routed)
         context.reporter.say(f"evaluation {number}{of}: {self.newest}" + ", the least so far" * is_best)
         for sample in samples:
             context.reporter.say(f"  {sample.prompt!r} goes on {sample.text!r}")
@@ -231,7 +230,7 @@ class Evaluator:
 
     def _look(self, round: int) -> None:
         """Note which evaluation is due, and whether it is ours; a later one takes the place of one not made yet."""
-        number, context = round // self._context.every_rounds, self._context
+        number, context = round // self._every_rounds, self._context
         if number <= self._seen:
             return
         self._seen = number
@@ -247,7 +246,7 @@ class Evaluator:
         host = self._context.host
         text, prompts = await host.text(), None
         try:
-            prompts = None if self._context.routed else await host.prompts()
+            prompts = None if self._is_routed else await host.prompts()
         except UserError as unfit:
             self._context.reporter.notice(EVALUATION, f"samples are left out: {unfit.what} {unfit.why}")
         return _Material(text, prompts)
@@ -278,9 +277,9 @@ class Evaluator:
         """Return the loss on the sample; None if the node leaves meanwhile."""
         sums, context = LossSums(text.documents), self._context
         # Microbatches of a pipeline are filled up: only the last one shall have to be.
-        batches = [torch.cat(text.batches)] if context.routed and text.batches else text.batches
+        batches = [torch.cat(text.batches)] if self._is_routed and text.batches else text.batches
         for batch in batches:
-            for sequences in torch.split(batch, context.sequences):
+            for sequences in torch.split(batch, context.run.pipeline.microbatch_size):
                 if self._is_left():
                     return None
                 sums.add(sequences, await context.losses(sequences))
@@ -303,7 +302,7 @@ class Evaluator:
         generator, context = torch.Generator().manual_seed(SAMPLING.seed), self._context
         drawn: list[int] = []
         while prompt and len(drawn) < SAMPLING.tokens and not prompts.is_over(drawn) and not self._is_left():
-            logits = await context.logits(torch.tensor([[*prompt, *drawn][-context.length :]]))
+            logits = await context.logits(torch.tensor([[*prompt, *drawn][-context.run.pipeline.sequence_length :]]))
             last = logits[0, -1]
             if not last.max().isfinite() or (token := draw(last, SAMPLING, generator)) in prompts.ends:
                 break

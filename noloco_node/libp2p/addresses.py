@@ -32,6 +32,8 @@ RELAYS_KEY = "relays"  # of the records, after the run's id; each is a MessagePa
 RELAY_PLACES = 4  # addresses of one relay
 _MOST_RELAYS = 16
 _MOST_LOOKED_AT = 1024  # addresses: anybody may publish some, and have a peer look at them by a question
+SHORTEST_ID = 46  # in letters, of an RSA key; those of other keys are longer
+NO_PEER_ID = "what follows /p2p/ is no peer id; a character may be missing or wrong"
 _ADDRESS_CHARACTERS = 256
 
 _SYSTEM_RNG = SystemRandom()
@@ -69,6 +71,8 @@ def parse_peer_address(text: str) -> PeerAddress:
     parts = _parse(text)
     if not parts or parts[-1][0] != "p2p" or parts[-1][1] is None:
         raise ValueError(f"{text!r} does not end in /p2p/ and a peer id")
+    if len(parts[-1][1]) < SHORTEST_ID:  # a cut may leave a digest of fewer bytes
+        raise ValueError(f"{text!r} is no address: {NO_PEER_ID}")
     if len(parts) == 1:
         raise ValueError(f"{text!r} names a peer but no place to dial, such as /ip4/192.0.2.1/tcp/4001 before /p2p")
     return PeerAddress(str(Multiaddr(text)).rpartition("/p2p/")[0], parts[-1][1])
@@ -207,7 +211,10 @@ def _parse(text: str) -> list[tuple[str, str | None]]:
     try:
         return [(protocol.name, value) for protocol, value in Multiaddr(text).items()]
     except (MultiaddrError, ValueError) as error:
-        raise ValueError(str(error)) from None
+        why = str(error).removeprefix(f"Invalid MultiAddr {text!r}: ").removesuffix(f" (string: {text})")
+        if why.startswith("Invalid CID"):
+            why = NO_PEER_ID
+        raise ValueError(f"{text!r} is no address: {why}") from None
 
 
 def _not_an_address(text: str, why: str) -> UserError:
@@ -302,12 +309,13 @@ class KnownPeers:
             if "/p2p-circuit" not in address.transport:
                 self._places.pop(address.peer, None)
                 self._places[address.peer] = address
-        while len(self._places) > _MOST_KNOWN:
-            crowds = Counter(public_prefix(each.transport) for each in self._places.values())
-            most = max(crowds.values())
-            del self._places[
-                next(p for p, each in self._places.items() if crowds[public_prefix(each.transport)] == most)
-            ]
+        crowds, later = Counter[str](), dict[str, int]()  # in one pass: a bootstrap peer is connected with thousands
+        for peer, address in reversed(self._places.items()):
+            crowd = public_prefix(address.transport)
+            later[peer] = crowds[crowd]
+            crowds[crowd] += 1
+        kept = set(sorted(later, key=later.__getitem__)[:_MOST_KNOWN])
+        self._places = {peer: address for peer, address in self._places.items() if peer in kept}
 
     def beside(self, doors: Iterable[PeerAddress]) -> list[PeerAddress]:
         """Return `doors`, then all others that we remember, the latest first."""

@@ -122,7 +122,7 @@ class DhtRecords:
 
     def _may_hand_over(self) -> bool:
         """Say whether we may look once more at all records that we keep for others: all new neighbours are one."""
-        return self._kept is None or self._reads.take("", loop_s(), self._kept.size_bytes)
+        return self._kept is None or self._reads.take("", loop_s(), min(READ_BYTES, self._kept.size_bytes))
 
     async def greet(self, peer_id: PeerId) -> None:
         await self._control.bounded(self._joined().ping(peer_id), self._wait_s)

@@ -306,11 +306,11 @@ class DhtNode:
     async def nearest(self, place: bytes, most: int) -> tuple[PeerId, ...]:
         """Return the peers whose nodes are nearest to a place, of those that answer and of us; the nearest first."""
         await self._become_known()
-        return await self._search(self._beside(place), most)
+        return await self._search(self._at(place), most)
 
     async def named(self, peer: PeerId, place: bytes) -> list[PeerId] | None:
         """Return the peers that one names as near a place; None: no answer."""
-        query = self._beside(place)
+        query = self._at(place)
         if peer == self._node.peer_id:
             return self._true(self._node.protocol.routing_table.get_nearest_neighbors(query, _BUCKET))
         answer = await self._ask(peer, query)
@@ -318,15 +318,11 @@ class DhtNode:
 
     def distance(self, place: bytes, peer: PeerId) -> int:
         """Return how far the node of a peer is from a place."""
-        far: int = type(self._node.node_id).from_bytes(place).xor_distance(self._id_of(peer))
+        far: int = self._at(place).xor_distance(self._id_of(peer))
         return far
 
-    def _beside(self, place: bytes) -> Any:
-        """Return the place beside a place, which has the same neighbours and no records.
-
-        A node that is asked about the place itself adds all records of it to its answer.
-        """
-        return type(self._node.node_id)(int.from_bytes(place) ^ 1)
+    def _at(self, place: bytes) -> Any:
+        return type(self._node.node_id).from_bytes(place)
 
     async def _become_known(self) -> None:
         """Search our own place, until a search has ended; raise ConnectionResetError while we need a good ticket.
@@ -426,7 +422,7 @@ class DhtNode:
 
         `known`: versions that we have; what the peer holds of them does not travel.
         """
-        query = type(self._node.node_id).from_bytes(place)
+        query = self._at(place)
         if peer == self._node.peer_id:
             held = self.storage.get(query)
         else:
@@ -443,7 +439,7 @@ class DhtNode:
 
     async def store(self, peer: PeerId, place: bytes, subkey: str, packed: bytes, expiry: float) -> bool | None:
         """Store a record with one peer; say whether the peer took it, None where it does not answer."""
-        query = type(self._node.node_id).from_bytes(place)
+        query = self._at(place)
         if peer == self._node.peer_id:
             return self.storage.store_subkey(query, subkey, packed, expiry)
         if self._is_refused(peer):

@@ -47,8 +47,12 @@ _DIAL_S = 4.0
 _LOOK_S, _LOOK_AGAIN_S = 6.0, 10.0  # the DHT has so long to tell of relays, and is asked so often, however many ask us
 ASK_S = 12.0  # a peer has so long to answer, its attempts included
 _MOST_PORTS = 2
-_MOST_DIALS, _DIALS_A_PREFIX = 8, 2
-"""Attempts at the same time, on behalf of all askers, and of those of one address prefix."""
+_MOST_DIALS, _DIALS_A_PREFIX = 64, 16
+"""Attempts at the same time, on behalf of all askers, and of those of one address prefix.
+
+Thirty machines of a household that start together after a power cut, behind a router that is silent, have two turns of
+`_DIAL_S`. One that hears nothing within `ASK_S` would take itself for reachable.
+"""
 
 _FIND_S = 4.0
 _SEARCHES = 10
@@ -131,7 +135,7 @@ class DialBackService:
             question = await conversation.receive()
             if not isinstance(question, DialMe):
                 raise Violation("a caller about reachability asks to be dialled")
-            ports = tuple(port for port in question.ports[:_MOST_PORTS] if port)
+            ports = tuple(dict.fromkeys(port for port in question.ports[:_MOST_PORTS] if port))
             home = host_of(conversation.origin) if ports else None
             relays, place = await asyncio.gather(self._known(), self._dial(home, ports))
             await conversation.send(DialBackReply(place=place, tried=home is not None, relays=relays))

@@ -92,7 +92,7 @@ class SwarmClock:
     def is_doubted(self) -> bool:
         """Say whether this machine's time of day, or the latest answer, differs from the time that counts."""
         with self._changing:
-            self._settle()
+            self.settle()
             latest = [each.offset_s for each in self._told.values()][-1:]
             found = [self._wall_s() - self._since_start_s(), *latest]
             return any(abs(each - self._offset_s) >= CLOCK_DOUBT_S for each in found)
@@ -100,17 +100,14 @@ class SwarmClock:
     def settle(self) -> None:
         """Decide by the latest answers whose time counts."""
         with self._changing:
-            self._settle()
-
-    def _settle(self) -> None:
-        now_s, own_s = self._since_start_s(), self._wall_s() - self._since_start_s()
-        self._told = {voice: each for voice, each in self._told.items() if now_s - each.at_s < TOLD_S}
-        told_s = [each.offset_s for each in self._told.values()]
-        if len(told_s) >= LEAST_TOLD or any(each.is_door for each in self._told.values()):
-            self._is_theirs = 2 * sum(abs(each - own_s) < CLOCK_DOUBT_S for each in told_s) < len(told_s)
-            self._offset_s = median_low(told_s) if self._is_theirs else own_s
-        elif not self._is_theirs and all(abs(each - self._offset_s) >= CLOCK_DOUBT_S for each in told_s):
-            self._offset_s = own_s  # nobody holds that our clock was right before it was set
+            now_s, own_s = self._since_start_s(), self._wall_s() - self._since_start_s()
+            self._told = {voice: each for voice, each in self._told.items() if now_s - each.at_s < TOLD_S}
+            told_s = [each.offset_s for each in self._told.values()]
+            if len(told_s) >= LEAST_TOLD or any(each.is_door for each in self._told.values()):
+                self._is_theirs = 2 * sum(abs(each - own_s) < CLOCK_DOUBT_S for each in told_s) < len(told_s)
+                self._offset_s = median_low(told_s) if self._is_theirs else own_s
+            elif not self._is_theirs and all(abs(each - self._offset_s) >= CLOCK_DOUBT_S for each in told_s):
+                self._offset_s = own_s  # nobody holds that our clock was right before it was set
 
 
 CLOCK = SwarmClock()

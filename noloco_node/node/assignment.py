@@ -248,9 +248,9 @@ class Assignment:
         self._reporter.record(events.Moved(origin=origin, target=target, why=why, discarded=self._discarded))
         self._reporter.record(events.StateChanged(state=PeerState.JOINING))
 
-    def conditions(self) -> dict[str, Condition]:
-        """Return what keeps the training from going on."""
-        return {} if self._ending is not None else self._progress.conditions()
+    def conditions(self, explained: bool) -> dict[str, Condition]:
+        """Return what keeps the training from going on. `explained`: as in `ProgressReporter.conditions`."""
+        return {} if self._ending is not None else self._progress.conditions(explained)
 
     def forgive(self, for_s: float) -> None:
         """Suspect no peer of the next stage for so long, and no partner until now: we were away ourselves."""
@@ -350,15 +350,13 @@ class Assignment:
 
     def _make_evaluator(self) -> Evaluator | None:
         """Return what evaluates our replica; None where nothing is to be evaluated."""
-        context, replica, run = self._context, self.replica, self._context.run
+        context, replica = self._context, self.replica
         if context.host.evaluation is None or replica.stage > 0:
             return None
         evaluated = EvaluatorContext(
             run_id=context.run_file.digest,
+            run=context.run,
             me=context.me,
-            every_rounds=run.data.evaluate_every_rounds,
-            sequences=run.pipeline.microbatch_size,
-            length=run.pipeline.sequence_length,
             host=context.host.evaluation,
             roster=lambda: context.membership.roster,
             losses=replica.losses,
@@ -367,7 +365,6 @@ class Assignment:
             busy_s=lambda: context.host.device.busy_s,
             is_ending=lambda: self._ending is not None,
             reporter=self._reporter,
-            routed=not replica.last,
         )
         return Evaluator(evaluated, replica.rounds.finished)
 
@@ -381,14 +378,7 @@ class Assignment:
             own=self.replica.stage,
             every=context.options.keep_snapshots,
         )
-        await SnapshotKeeper(
-            config,
-            self._services.snapshots,
-            context.network,
-            lambda: membership.roster,
-            context.host.device,
-            context.reporter,
-        ).run()
+        await SnapshotKeeper(config, self._services.snapshots, lambda: membership.roster, context.reporter).run()
 
 
 def _make_replica(context: NodeContext, services: NodeServices, start: Start) -> Replica:

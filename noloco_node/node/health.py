@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import NamedTuple, NoReturn
 
-from noloco_node.machine.interface import Reporter
+from noloco_node.machine.interface import Host, Reporter
 from noloco_node.machine.system import counts_sleep
 from noloco_node.network.swarm_clock import CLOCK_DOUBT_S
 from noloco_node.run.peer_state import AT_WORK
@@ -188,22 +188,20 @@ def _served(roster: Roster) -> tuple[bool, ...]:
 class HealthMonitor:
     """Checks clocks and roster every few seconds while it runs.
 
-    `forgive(seconds)`: suspect no peer for so long. `of_training`: returns the conditions of the training.
+    `forgive(seconds)`: suspect no peer for so long. `of_training(explained)`: returns the conditions of the training;
+    where we have told why it stands still (`explained`), the time until now is no stall of its own.
     """
 
     def __init__(
         self,
         membership: Membership,
         reporter: Reporter,
-        unix_time: Callable[[], float],
-        ahead_s: Callable[[], float],
-        asleep_s: Callable[[], float],
+        host: Host,
         forgive: Callable[[float], None],
-        of_training: Callable[[], Mapping[str, Condition]] = dict,
+        of_training: Callable[[bool], dict[str, Condition]],
     ) -> None:
         self._membership, self._reporter, self._forgive = membership, reporter, forgive
-        self._of_training = of_training
-        self._unix_time, self._ahead_s, self._asleep_s = unix_time, ahead_s, asleep_s
+        self._of_training, self._host = of_training, host
         self._clocks = self._look_at_clocks()
         self._served_now = Derived(lambda: membership.roster, _served)
         self._empty_since: dict[int, float] = {}
@@ -245,15 +243,16 @@ class HealthMonitor:
             self._reporter.notice(what, text, over=over)
 
     def _look_at_clocks(self) -> ClockSample:
-        return ClockSample(loop_s(), self._unix_time() + self._ahead_s(), self._asleep_s())
+        return ClockSample(loop_s(), self._host.unix_time() + self._host.clock_ahead_s(), self._host.asleep_s())
 
     def _look_around(self, roster: Roster) -> dict[str, Condition]:
         now_s, found = self._clocks.loop_s, dict[str, Condition]()
-        skew_s = self._ahead_s()
+        skew_s = self._host.clock_ahead_s()
         if abs(skew_s) >= CLOCK_DOUBT_S:
             found["clock"] = wrong_clock(skew_s)
         if roster.old_since_s is not None:
             # Then we cannot tell which peers are gone.
+            self._of_training("stall" not in self._said)
             return found | {"roster": old_roster(now_s - roster.old_since_s)}
         since_s = self._membership.unlisted_since_s
         if since_s is not None and now_s - since_s >= LIFETIME_S:
@@ -267,7 +266,5 @@ class HealthMonitor:
             empty_s = now_s - self._empty_since.setdefault(number, now_s)
             if number in self._served or empty_s >= NEVER_SERVED_S:
                 found[f"stage {number}"] = deserted(number, empty_s, len(roster.stage(number)))
-        training = {} if over else dict(self._of_training())
-        if found and "stall" not in self._said:
-            training.pop("stall", None)  # the stage without replicas says it
-        return found | training
+        explained = bool(self._empty_since) and "stall" not in self._said
+        return found if over else found | self._of_training(explained)

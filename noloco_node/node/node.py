@@ -92,7 +92,7 @@ class Node:
             lambda number: context.keeps_snapshots and not training_at(membership.roster, number),
         )
         self._services = assignments.NodeServices(
-            work=StageWork(run, network.peer_id, membership, host.open_text, reporter),
+            work=StageWork(run, membership, host.open_text, reporter),
             writer=CheckpointWriter(
                 host.save,
                 reporter.say,
@@ -100,15 +100,7 @@ class Node:
                 options.save_every_s,
                 lambda text, over: reporter.record(events.Noticed(what=events.DISK, text=text, over=over)),
             ),
-            health=HealthMonitor(
-                membership,
-                reporter,
-                host.unix_time,
-                host.clock_ahead_s,
-                host.asleep_s,
-                self._forgive,
-                self._conditions,
-            ),
+            health=HealthMonitor(membership, reporter, host, self._forgive, self._conditions),
             shut_out=bans.shut_out,
             snapshots=snapshots,
         )
@@ -246,5 +238,5 @@ class Node:
         if self.assignment is not None:
             self.assignment.forgive(seconds)
 
-    def _conditions(self) -> dict[str, Condition]:
-        return {} if self.assignment is None else self.assignment.conditions()
+    def _conditions(self, explained: bool) -> dict[str, Condition]:
+        return {} if self.assignment is None else self.assignment.conditions(explained)

@@ -74,15 +74,20 @@ class ProgressReporter:
             )
             self._reporter.notice("device", text)
 
-    def conditions(self) -> dict[str, Condition]:
-        """Return why no microbatch comes back, and why no partner is met, where either has lasted."""
+    def conditions(self, explained: bool) -> dict[str, Condition]:
+        """Return why no microbatch comes back, and why no partner is met, where either has lasted.
+
+        `explained`: why the training stands still has been told, so that the time until now is no stall.
+        """
         replica, me, rounds = self._replica, self._membership.me, self._replica.rounds
+        if explained or rounds.holds_training:
+            self._stall.end()
         patience_s = replica.late_s if replica.late_s < inf else 2.0 * self._run.pipeline.budget_s
         stall = self._stall.look(replica.statistics(), loop_s(), max(STALL_S, patience_s), replica.stage)
         listed = self._membership.roster.stage(replica.stage)
         others = sum(each.peer != me and each.state is PeerState.TRAINING for each in listed)
-        alone = self._meetings.look(rounds.statistics(), rounds.view.put_off, others, replica.stage, rounds.silence)
-        found = {"stall": None if rounds.holds_training else stall, "rounds": alone}
+        alone = self._meetings.look(rounds.statistics(), rounds.view.left_alone, others, replica.stage, rounds.silence)
+        found = {"stall": stall, "rounds": alone}
         return {what: condition for what, condition in found.items() if condition is not None}
 
     def forgive(self) -> None:
@@ -108,7 +113,12 @@ class ProgressReporter:
         self._reporter.record(events.Traffic(sent=bytes_by["bytes.sent."], received=bytes_by["bytes.received."]))
 
     def record_receipts(self) -> None:
-        """Journal what the largest sources claim and how much of it is signed, if anything is known."""
+        """Journal what the largest sources claim and how much of it is signed, if anything is known.
+
+        Only sources read receipts: a later stage knows those of before it joined.
+        """
+        if self._replica.stage > 0:
+            return
         other_sources = self._membership.roster.other_sources
         largest = sorted(other_sources, key=lambda source: (-source.claimed, source.peer))[:MOST_SOURCES]
         own = self._membership.receipts.signed(self._membership.me)
@@ -165,12 +175,12 @@ class Stall:
         totals = totals | {"here": max(0, totals["gate.in_flight"] - away)}
         idle = not totals["gate.in_flight"] and not totals.get("downstream.waiting")
         whole = totals["gate.succeeded"] >= totals["gate.window"]  # what follows is the step's
-        if now_s - self._since_s < patience_s or whole:
-            return None
         counts = {name: round(totals.get(name, 0) - self._before.get(name, 0)) for name in STALLS}
         causes = sorted((name for name in STALLS if counts[name] > 0), key=lambda name: -counts[name])
-        if idle and not causes and not stage:
-            return None  # a source draws none: it has no text, or its part is done
+        if whole or (idle and not causes and not stage):
+            self.end()  # a source draws none: it has no text, or its part is done
+        if now_s - self._since_s < patience_s or not self._before:
+            return None
         why = ", ".join(f"{counts[name]} {STALLS[name][0]}" for name in causes).format(below=stage + 1)
         what = f"no microbatch has come from stage {stage - 1} for " if idle and not causes else STANDS
         since = f"{what}{format_duration(now_s - self._since_s)}{': ' * bool(why)}{why}"
@@ -187,9 +197,9 @@ class MissedMeetings:
         self._before: Mapping[str, float] = {}  # the totals at the last meeting
 
     def look(
-        self, totals: Mapping[str, float], put_off: int, others: int, stage: int, silence: str
+        self, totals: Mapping[str, float], left_alone: int, others: int, stage: int, silence: str
     ) -> Condition | None:
-        """Return why nobody is met. `put_off`: partners that are left alone; `silence`: why the last one was silent."""
+        """Return why nobody is met. `left_alone`: how many partners; `silence`: why the last one was silent."""
         if totals["met"] > self._before.get("met", -1) or not others:
             self._before = dict(totals)
         since = {name: round(totals[name] - self._before[name]) for name in ("solo", "declined", "unanswered", "lost")}
@@ -199,7 +209,7 @@ class MissedMeetings:
         silent = f"had no answer (the last one: {silence})"
         words = {"declined": "proposals were declined", "unanswered": silent, "lost": "meetings broke off"}
         why = [f"{since[name]} {words[name]}" for name in words if since[name]]
-        why += [f"{put_off} partners are left alone for now"] * (put_off > 0)
+        why += [f"partners left alone for now: {left_alone}"] * (left_alone > 0)
         causes = ", ".join(why) or "none of them was ready when we were"
         over = "no outer step is taken alone beside others any more"
         return Condition(text.partition(",")[0], f"{text} {stage} at work: {causes}", over)

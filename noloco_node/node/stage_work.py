@@ -30,16 +30,10 @@ class StageWork:
     """
 
     def __init__(
-        self,
-        run: RunConfig,
-        me: str,
-        membership: Membership,
-        open_text: Callable[[], Awaitable[Text]],
-        reporter: Reporter,
+        self, run: RunConfig, membership: Membership, open_text: Callable[[], Awaitable[Text]], reporter: Reporter
     ) -> None:
         self.text: Text | None = None
-        self._run, self._me, self._membership = run, me, membership
-        self._open_text, self._reporter = open_text, reporter
+        self._run, self._membership, self._open_text, self._reporter = run, membership, open_text, reporter
         self._source: MicrobatchSource | None = None
         self._counted: RunSamples | None = None
         self._resumed: Counters | None = None
@@ -149,10 +143,10 @@ class StageWork:
             replica.worker.process,
             self._counted.progress,
             samples=self._counted.own_then,
-            me=self._me,
+            me=self._membership.me,
             prove=self._membership.receipts.prove,
             budget_s=self._run.pipeline.budget_s,
-            rng=Random(f"{self._run.seed}|source|{self._me}"),
+            rng=Random(f"{self._run.seed}|source|{self._membership.me}"),
             told=self._run.pipeline.subspace is not None,
         )
         return self._source

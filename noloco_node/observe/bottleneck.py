@@ -123,7 +123,8 @@ def devices_bottleneck(work: Mapping[int, float], *, is_over: bool) -> Bottlenec
     most, others = work[busiest], sum(rest) / len(rest) if rest else 0.0
     were, span = ("were", "the training") if is_over else ("are", "the time")
     if rest and min(rest) >= ALIKE * most and most >= NEARLY_FULL:
-        alike = f"The devices are the limit, of all stages alike: busy for {min(rest):.0%} of {span} or more."
+        share = f"{min(rest):.0%} of {span} or more" if min(rest) < 0.995 else f"all of {span}"
+        alike = f"The devices are the limit, of all stages alike: busy for {share}."
         return Bottleneck(alike)
     if most < NEARLY_FULL and (not rest or most < STANDS_OUT * max(rest)):
         return None

@@ -27,7 +27,7 @@ COUNTERS = {
     "inner_steps": ("Inner steps of this node.",),
     "rounds": ("Rounds: met, solo, skipped; stale: the partner's weights were.", "result"),
     "bytes": ("Bytes by direction and purpose.", "direction", "kind"),
-    "device_busy_seconds": ("Seconds for which the device worked.",),
+    "device_busy_seconds": ("Seconds for which the device computed; of a CPU, for which the thread had a core.",),
     "device_energy_joules": ("Taken by the device, where it tells; others' work included.",),
     "waiting_seconds": ("Seconds of waiting, by what for.", "reason"),
     "refusals": ("Microbatches refused, by whom (here, there) and why.", "side", "reason"),
@@ -58,7 +58,7 @@ GAUGES = {
     "replicas": ("Peers at a stage.", "stage"),
     "replicas_error_ratio": ("Standard error of these numbers; 0: exact.", "stage"),
     "replicas_training": ("Peers that train at a stage.", "stage"),
-    "stage_busy_ratio": ("Share of time for which devices of a stage work.", "stage"),
+    "stage_busy_ratio": ("Share of time for which devices of a stage have a microbatch in hand.", "stage"),
 }
 HISTOGRAMS = {"round_seconds": "Exchange of a round.", "inner_step_seconds": "From one inner step to the next."}
 LATER = ("loss_nats", "held_out_loss_nats", "gap_ratio")

@@ -121,6 +121,7 @@ class RosterObserver(views.SwarmObserver):
         busy = speed / self._run.pipeline.microbatch_tokens * record.device_s
         given = record.given or NOTHING
         claimed = None if source is None else self._tokens(source.claimed)
+        own_stage = 0 if self._own is None else self._own.stage
         view = views.PeerView(
             peer=record.peer,
             name=called(record),
@@ -138,7 +139,8 @@ class RosterObserver(views.SwarmObserver):
             cause=cause,
             since=None if since_s is None else at - since_s,
             tokens_claimed=claimed,
-            tokens_signed=None if source is None else self._tokens(source.signed),
+            # A node of a later stage reads no receipts.
+            tokens_signed=None if source is None or own_stage else self._tokens(source.signed),
             met=record.partner,
             settled=record.inner_steps >= self._came.get(record.peer, 0) + views.SETTLED_STEPS,
             tokens=max(given.tokens, claimed or 0),

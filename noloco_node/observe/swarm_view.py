@@ -112,7 +112,10 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GivenInAll(msgspec.Struct, frozen=True, kw_only=True):
-    """Sums of what peers say they have given. `drawn`: tokens that sources claim; `signed`: of these, by receipts."""
+    """Sums of what peers say they have given. `drawn`: tokens that sources claim; `signed`: of these, by receipts.
+
+    Both are zero where no receipts are read.
+    """
 
     tokens: int
     there_s: float
@@ -262,7 +265,7 @@ def _given_in_all(peers: Sequence[PeerView], sizes: Sequence[StageSize]) -> Give
         there_s=sum(scale * (peer.there_s or 0.0) for scale, peer in counted),
         line_bytes=round(sum(scale * (peer.line_bytes or 0) for scale, peer in counted)),
         joules=sum(scale * (peer.joules or 0.0) for scale, peer in counted),
-        drawn=sum(peer.tokens_claimed or 0 for peer in peers),
+        drawn=sum(peer.tokens_claimed or 0 for peer in peers if peer.tokens_signed is not None),
         # Of each peer at most what it claims: the two figures are of the same tokens.
         signed=sum(min(peer.tokens_signed or 0, peer.tokens_claimed or 0) for peer in peers),
     )

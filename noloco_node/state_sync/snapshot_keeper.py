@@ -55,8 +55,8 @@ class SnapshotServer:
         deadline_s: Callable[[int], float],
         is_last: Callable[[int], bool],
     ) -> None:
-        self.archive, self.shapes, self.deadline_s = archive, shapes, deadline_s
-        self._network, self._device, self._is_last = network, device, is_last
+        self.network, self.device, self.archive, self.shapes = network, device, archive, shapes
+        self.deadline_s, self._is_last = deadline_s, is_last
         self._donors: dict[int, Donor] = {}
         self._served = set[int]()
         self._counters: dict[int, ReplicaState] = {}
@@ -80,7 +80,7 @@ class SnapshotServer:
         if number not in self._served:
             self._served.add(number)
             subject, serve = self._subject(number), partial(self._converse, number)
-            await self._network.serve(topic(SNAPSHOT, number), subject.schema, serve)
+            await self.network.serve(topic(SNAPSHOT, number), subject.schema, serve)
 
     def _donor(self, number: int) -> Donor:
         if number not in self._donors:
@@ -88,7 +88,7 @@ class SnapshotServer:
             deadline_s = self.deadline_s(subject.weight_bytes)
             limits = DonorLimits(deadline_s=2 * deadline_s, piece_s=piece_s(deadline_s, subject.pieces))
             provide = partial(self._provide, number)
-            self._donors[number] = Donor(provide, self._device.beside, subject.shapes, limits)
+            self._donors[number] = Donor(provide, self.device.beside, subject.shapes, limits)
         return self._donors[number]
 
     def _subject(self, number: int) -> WeightsOf:
@@ -96,7 +96,7 @@ class SnapshotServer:
 
     async def _remember(self, number: int, state: ReplicaState) -> None:
         """Remember counters and norm: many peers ask for these, which must cost neither disk nor memory."""
-        self._donor(number).knows(state.round, await self._device.beside(norm, state.slow))
+        self._donor(number).knows(state.round, await self.device.beside(norm, state.slow))
         self._counters[number] = replace(state, slow=())
 
     async def _provide(self, number: int, parts: Parts) -> ReplicaState:
@@ -174,17 +174,11 @@ class SnapshotKeeper:
     """Takes snapshots, which `server` serves; the caller awaits `run` as long as the node takes part."""
 
     def __init__(
-        self,
-        config: SnapshotKeeperConfig,
-        server: SnapshotServer,
-        network: PeerNetwork,
-        roster: Callable[[], Roster],
-        device: Runner,
-        reporter: Reporter,
+        self, config: SnapshotKeeperConfig, server: SnapshotServer, roster: Callable[[], Roster], reporter: Reporter
     ) -> None:
-        self._config, self._server, self._network, self._roster = config, server, network, roster
-        self._archive, self._device, self._reporter = server.archive, device, reporter
-        self._rng = Random(f"{config.seed}|snapshots|{network.peer_id}")
+        self._config, self._server, self._roster, self._reporter = config, server, roster, reporter
+        self._network, self._device, self._archive = server.network, server.device, server.archive
+        self._rng = Random(f"{config.seed}|snapshots|{server.network.peer_id}")
         self._rounds: dict[int, int] = {}
         self._not_before_s: dict[int, float] = {}
 

@@ -215,6 +215,8 @@ def test_a_refusal_is_said_to_us(refusal: str, said: str) -> None:
     assert addressed(refusal) == said
     assert addressed(said) == said
     assert told([refusal, refusal]) == f"the bootstrap peer says: {said}"
+    hint = admission_state.not_admitted(told([refusal])).hint
+    assert ("members lift" in hint) == (refusal == admission_state.SHUT_OUT), "no invite helps who is shut out"
 
 
 @given(st.text())

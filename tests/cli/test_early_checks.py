@@ -40,7 +40,7 @@ REFUSED: list[tuple[list[str], Exit]] = [
     (["bootstrap", "--run", "broken.toml"], Exit.CONFIG),
     (["init", "--preset", "nonsense"], Exit.USAGE),
     (["init", "new.toml", "--line", "100mbit/"], Exit.USAGE),
-    (["init", "new.toml", "--line", "1mbit/2mbit/3mbit"], Exit.USAGE),
+    (["init", "new.toml", "--ram", f"{400 * '9'}GB"], Exit.USAGE),
     (["init", "new.toml", "--gpu", "0GiB"], Exit.USAGE),
     (["init", "new.toml", "--from", "nowhere"], Exit.CONFIG),
     (["bootstrap", "--home", "new", "--weights", "nowhere"], Exit.CONFIG),
@@ -188,6 +188,7 @@ def test_options_on_what_is_said_stand_before_or_behind_the_command(
         *(["join", INVITE, option, "inf"] for option in ("--linger", "--refresh")),
         *([*command.split(), "--seed", HUGE] for command in ("generate . --prompt a", "demo", "simulate")),
         ["demo", "--minutes", "inf"],
+        *(["init", *each] for each in (["--tflops", "inf"], ["--latency-ms", "inf"], ["--tflops", "nan"])),
     ],
 )
 def test_a_number_that_no_command_can_use_is_refused(words: list[str]) -> None:

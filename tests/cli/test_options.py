@@ -1,6 +1,7 @@
 """What options of the command line take."""
 
 import io
+import traceback
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from command_line import printed, refused
 from typer.testing import CliRunner
 from user_errors import user_error
 
+from noloco_node.cli import main
 from noloco_node.cli.main import app
 from noloco_node.cli.options import (
     INVITE_VARIABLE,
@@ -88,10 +90,6 @@ def test_machines_that_no_person_could_type_are_no_better_in_a_comment(tmp_path:
     assert caught.value.why.endswith(named)
 
 
-def test_a_size_that_no_float_holds_is_refused(tmp_path: Path) -> None:
-    refused("init", tmp_path / "run.toml", "--ram", f"{400 * '9'}GB", code=Exit.USAGE)
-
-
 @pytest.mark.parametrize("path", ["~nobody-of-this-name/x", 5000 * "a", "a\0b"])
 def test_a_directory_that_the_system_cannot_follow_is_not_there(path: str) -> None:
     with pytest.raises(UserError, match="There is no directory"):
@@ -106,14 +104,27 @@ def test_a_user_without_a_home_directory_is_told_to_name_one(monkeypatch: pytest
     assert "--home" in caught.value.hint
 
 
-@pytest.mark.parametrize("words", [["--tflops", "inf"], ["--latency-ms", "inf"], ["--tflops", "nan"]])
-def test_numbers_of_machines_are_finite(words: list[str]) -> None:
-    assert CliRunner().invoke(app, ["init", *words]).exit_code == Exit.USAGE
-
-
 @pytest.mark.parametrize("prompts", [[""], ["x" * (LONGEST_PROMPT + 1)], ["a"] * (MOST_PROMPTS + 1), ["\udcff"]])
 def test_prompts_for_which_the_training_would_wait_too_long_are_refused(prompts: list[str]) -> None:
     assert JoinOptions().prompts == ()
     assert JoinOptions(sample=["The ", "a\nb"]).prompts == ("The ", "a\nb")
     with user_error(Exit.USAGE, "--sample"):
         _ = JoinOptions(sample=prompts).prompts
+
+
+def test_an_error_that_the_program_does_not_know_is_shown_however_deep_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tasks of a node lie deeper in each other than a traceback shows."""
+    bug: BaseException = KeyError("a bug")
+    error = bug
+    for _ in range(20):
+        error = BaseExceptionGroup("unhandled errors in a TaskGroup", [error])
+
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(main, "app", fail)
+    monkeypatch.setattr("gc.freeze", lambda: None)
+    with pytest.raises(BaseExceptionGroup) as found:
+        main.main()
+    assert found.value.exceptions == (bug,)
+    assert "a bug" in "".join(traceback.format_exception(found.value))

@@ -32,6 +32,7 @@ from noloco_node.evaluation.evaluator import (
 )
 from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter
+from noloco_node.run.config import DataConfig, ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.peer_state import Evaluation, PeerState
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.storage.checkpoint import Checkpoint
@@ -66,12 +67,12 @@ class Trial:
         self.records = [PeerRecord(peer=peer, stage=0, state=PeerState.TRAINING) for peer in others]
         self.below: tuple[PeerRecord, ...] = ()
         """Of the next stage."""
+        pipeline = PipelineConfig(stages=1 + routed, microbatch_size=3, sequence_length=8)
+        data = DataConfig(evaluate_every_rounds=every)
         context = EvaluatorContext(
             run_id="run",
+            run=RunConfig(model=ModelConfig(), pipeline=pipeline, data=data),
             me="me",
-            every_rounds=every,
-            sequences=3,
-            length=8,
             host=host,
             roster=lambda: Roster(stages=(tuple(self.records), self.below)),
             losses=self._token_losses,
@@ -80,7 +81,6 @@ class Trial:
             busy_s=lambda: 0.5 * len(self.passes),
             is_ending=lambda: self.ending,
             reporter=Reporter(record=self.events.append, say=self.said.append),
-            routed=routed,
         )
         self.evaluator = Evaluator(context, begun)
 

@@ -153,6 +153,20 @@ async def test_a_version_that_is_refused_late_takes_nothing_from_a_later_one(
     assert records._expiry[KEY, "me"] >= max(taken)
 
 
+@given(st.integers(0, 2 * record_checks._ALL_BYTES))
+async def test_a_node_however_full_hands_over_to_a_new_neighbour_every_half_minute(
+    one_s_file: Path, size_bytes: int
+) -> None:
+    """One that never did would leave an honest newcomer without records until they are published again."""
+    nothing: Any = None
+    records = dht_records.DhtRecords(nothing, one_s_file, RunSecret("run"), NetworkSettings(run="run"))
+    kept: Any = SimpleNamespace(size_bytes=size_bytes)
+    records._kept = kept
+    for _ in range(3):
+        assert records._may_hand_over()
+        await asyncio.sleep(dht_records.READ_BYTES / dht_records.READ_BYTES_PER_S)
+
+
 @given(st.text(max_size=80))
 def test_what_is_no_peer_id_signs_nothing(name: str) -> None:
     assert content_of(PLACE, name, 7.0, bytes(200)) is None

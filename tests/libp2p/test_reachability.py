@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import msgspec
 import pytest
@@ -39,6 +39,7 @@ from noloco_node.libp2p.addresses import (
 from noloco_node.libp2p.control import Control, PeerContext
 from noloco_node.libp2p.daemon import RELAY_DATA_BYTES, RELAY_TIME_S, DaemonConfig, arguments, relay_arguments
 from noloco_node.libp2p.reachability import (
+    ASK_S,
     DialBackReply,
     DialBackService,
     DialMe,
@@ -51,6 +52,7 @@ from noloco_node.libp2p.reachability import (
 )
 from noloco_node.libp2p.relays import Grant, RelayPool, grant_of, relay_configs
 from noloco_node.libp2p.settings import NetworkSettings, Reachability
+from noloco_node.network.bans import public_prefix
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import Violation
 from noloco_node.sim.clock import run
@@ -212,12 +214,29 @@ async def test_many_callers_have_few_ports_dialled_at_the_same_time(monkeypatch:
         raise ConnectionRefusedError
 
     monkeypatch.setattr(asyncio, "open_connection", connect)
-    service, callers = DialBackService(no_relays), [Caller(DialMe(ports=(1, 2, 3))) for _ in range(20)]
+    service, callers = DialBackService(no_relays), [Caller(DialMe(ports=(1, 2, 3))) for _ in range(200)]
     for number, caller in enumerate(callers):
         caller.origin = f"/ip4/198.51.{number}.7/tcp/50000"
     await asyncio.gather(*(service.answer(cast(Conversation, caller)) for caller in callers))
-    assert most == 8
-    assert [caller.answers for caller in callers] == [[DialBackReply(place="", tried=True, relays=())]] * 20
+    assert most == 64
+    assert [caller.answers for caller in callers] == [[DialBackReply(place="", tried=True, relays=())]] * 200
+
+
+async def test_a_household_that_starts_together_behind_a_silent_router_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A machine that hears nothing in time takes itself for reachable, and asks for no relay."""
+
+    async def connect(host: str, port: int) -> NoReturn:
+        await asyncio.sleep(10**6)
+        raise AssertionError
+
+    monkeypatch.setattr(asyncio, "open_connection", connect)
+    service = DialBackService(no_relays)
+    household = [Caller(DialMe(ports=(4001 + number, 4001 + number))) for number in range(30)]
+    async with asyncio.timeout(ASK_S):
+        await asyncio.gather(*(service.answer(cast(Conversation, each)) for each in household))
+    assert [each.answers for each in household] == [[DialBackReply(place="", tried=True, relays=())]] * 30
 
 
 @pytest.mark.parametrize("crowd", ["/ip4/203.0.113.{}/tcp/1", "/ip6/2001:db8:7:{:x}::1/tcp/1", "/ip4/10.0.0.{}/tcp/1"])
@@ -453,6 +472,19 @@ def test_many_names_of_one_place_make_no_peer_forget_the_others(others: int, cro
     assert len(kept) == min(32, others + crowd)
     names = [each for each in met if each.peer.startswith("name")]
     assert [each for each in kept if each in names] == names[others - len(kept) :][::-1] or not names
+
+
+def test_a_bootstrap_peer_of_thousands_looks_at_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+
+    def prefix(origin: str) -> str:
+        nonlocal looks
+        looks += 1
+        return public_prefix(origin)
+
+    monkeypatch.setattr(addresses, "public_prefix", prefix)
+    KnownPeers(PeerAddress(f"/ip4/8.8.{number % 256}.1/tcp/{number}", f"{number}") for number in range(3000))
+    assert looks <= 3000
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 3)), max_size=200))

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from memory_swarms import Peer, recipe, until
 
 from noloco_node.cli import bootstrap
 from noloco_node.journal import events
-from noloco_node.machine.interface import Reporter
+from noloco_node.machine.interface import Host, Reporter
 from noloco_node.network.swarm_clock import CLOCK_DOUBT_S
 from noloco_node.node.health import (
     LEAST_S,
@@ -98,13 +99,27 @@ class Scene:
         self.hub, self.network = hub, hub.network("a")
         self.tasks: list[asyncio.Task[None]] = []
         self.membership = Membership(self.network, "run", 3, unix_time=self.unix_time)
+        self.stalls = False
         reporter = Reporter(record=self.events.append, say=self.said.append)
-        self.watch = HealthMonitor(
-            self.membership, reporter, self.unix_time, lambda: self.set_s, lambda: self.slept_s, self.forgiven.append
-        )
+        host = cast(Host, self)
+        self.watch = HealthMonitor(self.membership, reporter, host, self.forgiven.append, self.of_training)
+
+    def of_training(self, explained: bool) -> dict[str, Condition]:
+        stall = Condition("brief", "nothing comes back", "the stall is over")
+        return {"stall": stall} if self.stalls and not explained else {}
+
+    # What the watch asks of its host.
 
     def unix_time(self) -> float:
         return 1e9 + self.loop.time() + self.slept_s
+
+    def clock_ahead_s(self) -> float:
+        return self.set_s
+
+    def asleep_s(self) -> float:
+        return self.slept_s
+
+    # What a test lets happen.
 
     def sleep(self, seconds: float) -> None:
         """Let the machine sleep: the loop's clock stands still, the time of day goes on."""
@@ -250,6 +265,43 @@ async def test_a_wrong_clock_of_our_own_is_said_once_and_its_end(
     assert said.count(scene.said[-1]) == 1
     assert told == [line]
     hosting.cancel()
+
+
+async def test_a_wrong_clock_explains_no_stall_and_a_stage_without_replicas_does() -> None:
+    scene = await watched(-400.0)
+    scene.peer("b", 1)
+    _, dying = scene.peer("c", 2)
+    await asyncio.sleep(100)
+    assert scene.about("this machine's clock is")
+    scene.stalls = True
+    await asyncio.sleep(6)
+    assert scene.said[-1] == "nothing comes back"
+    scene.stalls = False
+    await asyncio.sleep(6)
+    assert scene.said[-1] == "the stall is over"
+    dying.cancel()
+    scene.hub.kill("c")
+    await until(lambda: bool(scene.about("stage 2 has had no replica")))
+    scene.stalls = True
+    await asyncio.sleep(60)
+    assert len(scene.about("nothing comes back")) == 1
+    scene.peer("d", 2)
+    await until(lambda: len(scene.about("nothing comes back")) == 2)
+
+
+async def test_a_stage_that_is_served_again_leaves_no_stall_to_tell() -> None:
+    """Microbatches come back long after that, for the device is slow."""
+    hub, what = SimNetwork(), recipe(stages=2, replicas=1, steps=4000, window=1)
+    source, sink = (Peer(hub, what, name, stage, 10.0, refresh_s=10.0) for stage, name in enumerate(["source", "sink"]))
+    await until(lambda: len(source.of(events.InnerStep)) >= 2)
+    sink.task.cancel()
+    hub.kill("sink")
+    await asyncio.sleep(STALL_S + 60.0)
+    _late = Peer(hub, what, "late", 1, 10.0, refresh_s=10.0)
+    done = len(source.of(events.InnerStep))
+    await until(lambda: len(source.of(events.InnerStep)) > done)
+    assert "stage 1 is served again" in source.said
+    assert not [line for line in source.said if "no microbatch" in line]
 
 
 async def test_training_resumes_by_itself_when_a_deserted_stage_is_served_again() -> None:

@@ -73,7 +73,7 @@ class Life:
         self.stamp = progress
         self.recorded: list[events.Event] = []
         self._duty = StageWork(
-            RUN, name, self._presence, self._open_text, Reporter(record=self.recorded.append, say=lambda _: None)
+            RUN, self._presence, self._open_text, Reporter(record=self.recorded.append, say=lambda _: None)
         )
         self._task = asyncio.create_task(self._live(), name=name)
 

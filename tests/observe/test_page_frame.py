@@ -104,6 +104,18 @@ def test_what_peers_give_is_told_as_they_say_it_and_added_up() -> None:
     assert (given.there_s, given.line_bytes, given.joules) == (10800.0, 2 * 10**9, 3600.0)
 
 
+@given(st.integers(0, 3), st.integers(1, 200))
+def test_a_node_that_reads_no_receipts_shows_none(stage: int, signed: int) -> None:
+    """One of a later stage read some before it joined: it would show the claims of all as hardly signed."""
+    own = PeerHistory("mine", 0)
+    own.take(events.Started(peer="A", stage=stage, run="r", version="1", at=BEGUN))
+    records = [PeerRecord(peer="B", stage=0, state=PeerState.TRAINING)]
+    other_sources = (SourceProgress("B", claimed=200, signed=signed, verified=0, finished=False),)
+    view = RosterObserver(RUN, "run", own).view(Roster(stages=(tuple(records), ()), other_sources=other_sources), BEGUN)
+    given, length = view.given, RUN.pipeline.sequence_length
+    assert (given.drawn, given.signed) == ((0, 0) if stage else (200 * length, signed * length))
+
+
 @given(st.integers(0, 200), st.integers(0, 200), st.integers(0, 200))
 def test_receipts_never_cover_more_than_sources_claim(claimed: int, signed: int, mine: int) -> None:
     """A roster has the claims of other sources alone: those of the node that shows the page are in its own record."""

@@ -388,7 +388,7 @@ async def test_a_keeper_holds_no_snapshot_that_lies_on_the_disk() -> None:
     places: Any = (network, device, archive, [shapes, shapes], lambda size: 60.0, lambda number: False)
     server = snapshot_keeper.SnapshotServer(*places)
     config = snapshot_keeper.SnapshotKeeperConfig(run_id="run", seed=0, own=0, every=5)
-    with_roster: Any = (config, server, network, lambda: Roster(stages=((), ())), device, None)
+    with_roster: Any = (config, server, lambda: Roster(stages=((), ())), None)
     keeper = snapshot_keeper.SnapshotKeeper(*with_roster)
     async with background(keeper.run()):
         await asyncio.sleep(5.0)

@@ -199,6 +199,15 @@ def test_an_address_is_split_into_place_and_peer() -> None:
     assert str(parse_peer_address(beside)) == beside
 
 
+@given(st.integers(1, len(ADDRESSES[0]) - 1))
+def test_an_address_that_is_cut_off_is_named_once_in_our_own_words(kept: int) -> None:
+    with user_error(Exit.CONFIG) as trouble:
+        invite.parse(f"{SCHEME}{DIGEST}@{ADDRESSES[0][:kept]}")
+    why = trouble.value.why.removeprefix("address 1 is wrong: ")
+    assert why.startswith(repr(ADDRESSES[0][:kept]))
+    assert not {"MultiAddr", "CID", "string:"} & {*why.replace("(", " ").split()}
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -211,7 +220,7 @@ def test_an_address_is_split_into_place_and_peer() -> None:
         (f"{SCHEME}{DIGEST}@/ip4/192.0.2.1/tcp/4001", "address 1 is wrong: .* does not end in /p2p/"),
         (f"{SCHEME}{DIGEST}@{ADDRESSES[0]},/ip4/300.0.2.1/tcp/4001", "address 2 is wrong: .*not IPv4"),
         (f"{SCHEME}{DIGEST}@/ip4/192.0.2.1/tcp/99999/p2p/{RSA}", "address 1 is wrong: .*not in range"),
-        (f"{SCHEME}{DIGEST}@/ip4/192.0.2.1/tcp/4001/p2p/nobody", "address 1 is wrong"),
+        (f"{SCHEME}{DIGEST}@/ip4/192.0.2.1/tcp/4001/p2p/nobody", "address 1 is wrong: .*is no peer id"),
         (f"{SCHEME}{DIGEST}@/p2p/{RSA}", "address 1 is wrong: .*no place to dial"),
         (f"{SCHEME}{DIGEST}@{ADDRESSES[0]},", "address 2 is wrong"),
         (f"{SCHEME}{DIGEST}@{','.join(ADDRESSES[:1] * 65)}", "lists 65 addresses"),

@@ -268,7 +268,7 @@ async def test_a_later_stage_without_work_reads_a_sample_whose_reading_is_not_du
     served = SimpleNamespace(returned_s=loop_s(), issued=SimpleNamespace(samples={}))
     replica = cast(Any, SimpleNamespace(stage=1, microbatches=served, progress=SimpleNamespace(value=progress)))
     begun_s = loop_s()
-    work = StageWork(run, "me", membership, cast(Any, None), cast(Any, None))
+    work = StageWork(run, membership, cast(Any, None), cast(Any, None))
     await work.run_until_done(replica)
     assert pause_s < loop_s() - begun_s <= pause_s + LEAST_PAUSE_S
 

@@ -260,6 +260,7 @@ async def test_the_journal_of_a_source_knows_all_receipts_in_the_end(steps: int)
     places = [(stage, number) for stage in (0, 1) for number in (0, 1)]
     peers = [Peer(hub, what, f"peer-{at}{number}", at, job_s=0.2, refresh_s=5.0) for at, number in places]
     await asyncio.wait({peer.task for peer in peers})
+    assert not [told for peer in peers[2:] for told in peer.of(events.Receipts)], "these read no receipts"
     for source in peers[:2]:
         learnt = sum(step.tokens for step in source.of(events.InnerStep))
         drawn = what.run.tokens(len(source.text.drawn) * what.run.pipeline.microbatch_size)

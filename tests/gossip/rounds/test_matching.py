@@ -330,6 +330,7 @@ def test_a_partner_is_left_alone_for_ten_times_its_loss_whatever_rounds_open(
         if now_s < 0.999 * until_s or now_s > 1.001 * until_s + 1.0:
             left_alone = now_s < until_s
             assert (some.next(["a"], now_s)[0] is None) == some.declines("a", both, now_s) == left_alone
+            assert some.left_alone_count(now_s) == left_alone
             assert not some.declines("a", ["a"], now_s), "it is the only one"
 
 
@@ -350,6 +351,7 @@ def test_estimates_are_believed_until_the_next_round(told_s: float, reason: Decl
     peer, wait_s = some.next(["a"], 100.0 + 0.9 * told_s)
     assert peer is None
     assert 0.0 < wait_s <= 20.0
+    assert (some.put_off_count, some.left_alone_count(0.0)) == (1, 0), "it is asked again as it said"
     assert some.next(["a"], 100.2 + told_s) == ("a", 0.0)
     some.clear(["a"], 100.0)
     assert some.next(["a"], 100.0) == ("a", 0.0)
