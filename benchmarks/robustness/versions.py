@@ -1,6 +1,6 @@
 """Peers of another commit and of this tree train one model together, and homes go from one to the other and back.
 
-    python -m benchmarks.robustness.versions v0.4.1  # a tag or a commit; some minutes on two cores
+    python -m benchmarks.robustness.versions v0.4.1  # a tag or a commit; 20 minutes on two busy cores
 
 Two stages of two replicas, one of each version, as processes over real libp2p daemons; the other version has the
 bootstrap peer, then this one has. Since a stage has one replica of each, every meeting of a round is between the
