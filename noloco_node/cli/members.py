@@ -211,14 +211,18 @@ def _listed(members: owner_files.MemberList, now_s: float) -> str:
             return "shut out"
         return "good" if entry.until > now_s else "expired"
 
+    def row(key: str, kind: str, rest: str) -> str:
+        whose = "" if kind not in (TICKET, "peer") else f"  {peer_of(bytes.fromhex(key))}"
+        return f"{key[:12]}  {kind:17}  {rest.rstrip()}{whose}"
+
     lines = [
-        f"{each.key[:12]}  {each.kind:17}  until {_day(each.until)}  {standing(each):8}  {plain(each.note)}".rstrip()
+        row(each.key, each.kind, f"until {_day(each.until)}  {standing(each):8}  {plain(each.note)}")
         for each in members.issued
     ]
     others = {key: until for key, until in members.revoked.items() if until > now_s}
     for each in members.issued:
         others.pop(each.key, None)
-    lines += [f"{key[:12]}  {'peer':17}  shut out until {_day(others[key])}" for key in sorted(others)]
+    lines += [row(key, "peer", f"shut out until {_day(others[key])}") for key in sorted(others)]
     return "\n".join(lines or ["nobody was named, invited or shut out"])
 
 

@@ -497,7 +497,6 @@ def voices(peers: Sequence[PeerAddress], doors: Collection[str]) -> list[tuple[s
 
     `doors`, and those that show no public address, as of one household, stand for themselves.
     """
-
     crowds = {each: crowd_of(each.transport) for each in peers if each.peer not in doors}
     return sorted({crowds.get(each) or each.peer: each for each in peers}.items())
 

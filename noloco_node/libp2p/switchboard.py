@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_OFFENDERS = 1024
 _MOST_STREAMS = 4
-"""Open streams, our own and those that only linger included, to one conversation that may be answered: of all peers
-together, of each, and of each public address prefix, as which all relays count.
+"""Open streams, those that only linger included, to one conversation that may be answered: of all peers together and of
+each, our own to it included, and from each public address prefix, as which all relays count.
 """
 
 

@@ -125,6 +125,7 @@ class Assignment:
         self._state = PeerState.TRAINING
         self._ending: Ending | None = None
         """Set once it is decided. From then on our record is at the next stage, if there is one."""
+        self._conditions: dict[str, Condition] = {}
         self._discarded = 0  # microbatches that became no step
         self._progress = ProgressReporter(context, replica, self._announce_training)
         self._evaluator = self._make_evaluator()
@@ -249,12 +250,16 @@ class Assignment:
         self._reporter.record(events.StateChanged(state=PeerState.JOINING))
 
     def conditions(self, explained: bool) -> dict[str, Condition]:
-        """Return what keeps the training from going on. `explained`: as in `ProgressReporter.conditions`."""
-        return {} if self._ending is not None else self._progress.conditions(explained)
+        """Return what keeps the training from going on, or did when it ended before the run.
+
+        `explained`: as in `ProgressReporter.conditions`.
+        """
+        if self._ending is None:
+            self._conditions = self._progress.conditions(explained)
+        return {} if isinstance(self._ending, RunOver) else self._conditions
 
     def forgive(self, for_s: float) -> None:
         """Suspect no peer of the next stage for so long, and no partner until now: we were away ourselves."""
-        self._progress.forgive()
         self.replica.rounds.forgive()
         if self.replica.next_stage is not None:
             self.replica.next_stage.forgive(for_s)

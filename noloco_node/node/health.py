@@ -189,7 +189,7 @@ class HealthMonitor:
     """Checks clocks and roster every few seconds while it runs.
 
     `forgive(seconds)`: suspect no peer for so long. `of_training(explained)`: returns the conditions of the training;
-    where we have told why it stands still (`explained`), the time until now is no stall of its own.
+    `explained`: the time until now is no stall of its own, because we were away or have told why it stands still.
     """
 
     def __init__(
@@ -228,9 +228,10 @@ class HealthMonitor:
             self._reporter.notice(str(happening.kind), sentence(happening))
         if happened:
             self._membership.publish_now()
-        if any(happening.kind is not JumpKind.CLOCK_SET or happening.seconds > 0.0 for happening in happened):
+        away = any(happening.kind is not JumpKind.CLOCK_SET or happening.seconds > 0.0 for happening in happened)
+        if away:
             self._forgive(GRACE_S)
-        self._conditions = self._look_around(self._membership.roster)
+        self._conditions = self._look_around(self._membership.roster, away)
         if not self._conditions and not self._said:
             return
         # A condition that we cannot see now is not over.
@@ -245,14 +246,14 @@ class HealthMonitor:
     def _look_at_clocks(self) -> ClockSample:
         return ClockSample(loop_s(), self._host.unix_time() + self._host.clock_ahead_s(), self._host.asleep_s())
 
-    def _look_around(self, roster: Roster) -> dict[str, Condition]:
-        now_s, found = self._clocks.loop_s, dict[str, Condition]()
+    def _look_around(self, roster: Roster, away: bool) -> dict[str, Condition]:
+        now_s, found, unsaid = self._clocks.loop_s, dict[str, Condition](), "stall" not in self._said
         skew_s = self._host.clock_ahead_s()
         if abs(skew_s) >= CLOCK_DOUBT_S:
             found["clock"] = wrong_clock(skew_s)
         if roster.old_since_s is not None:
             # Then we cannot tell which peers are gone.
-            self._of_training("stall" not in self._said)
+            self._of_training(unsaid)
             return found | {"roster": old_roster(now_s - roster.old_since_s)}
         since_s = self._membership.unlisted_since_s
         if since_s is not None and now_s - since_s >= LIFETIME_S:
@@ -266,5 +267,4 @@ class HealthMonitor:
             empty_s = now_s - self._empty_since.setdefault(number, now_s)
             if number in self._served or empty_s >= NEVER_SERVED_S:
                 found[f"stage {number}"] = deserted(number, empty_s, len(roster.stage(number)))
-        explained = bool(self._empty_since) and "stall" not in self._said
-        return found if over else found | self._of_training(explained)
+        return found if over else found | self._of_training(unsaid and (away or bool(self._empty_since)))

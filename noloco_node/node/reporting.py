@@ -77,7 +77,7 @@ class ProgressReporter:
     def conditions(self, explained: bool) -> dict[str, Condition]:
         """Return why no microbatch comes back, and why no partner is met, where either has lasted.
 
-        `explained`: why the training stands still has been told, so that the time until now is no stall.
+        `explained`: the time until now is no stall, because we were away or have told why the training stands still.
         """
         replica, me, rounds = self._replica, self._membership.me, self._replica.rounds
         if explained or rounds.holds_training:
@@ -89,10 +89,6 @@ class ProgressReporter:
         alone = self._meetings.look(rounds.statistics(), rounds.view.left_alone, others, replica.stage, rounds.silence)
         found = {"stall": stall, "rounds": alone}
         return {what: condition for what, condition in found.items() if condition is not None}
-
-    def forgive(self) -> None:
-        """Let the time until now be no stall: we were away ourselves."""
-        self._stall.end()
 
     def record_totals(self) -> None:
         """Journal the totals so far: microbatches by next hop, bytes by purpose."""

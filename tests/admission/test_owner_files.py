@@ -164,6 +164,8 @@ def test_each_entry_of_the_list_is_one_line_and_its_columns_stand_below_each_oth
     lines = owner.members("list").splitlines()
     assert len(lines) == 3
     assert all(line.isprintable() for line in lines)
+    ids = [next((peer for peer in (PEER, OTHER) if peer in line), None) for line in lines]
+    assert ids == [PEER, None, OTHER], "a line says which peer it means; a single-use invite is for none yet"
     assert len({line.index("until") for line in lines[:2]} | {lines[2].index("shut out until")}) == 1
 
 
