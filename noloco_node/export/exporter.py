@@ -322,7 +322,8 @@ class _Writer(NamedTuple):
         counts = "; ".join(
             f"stage {number}: {len(stage.taken)}, {rounds_of(stage.taken)}" for number, stage in enumerate(stages)
         )
-        lines = [f"Wrote {self.out}: the mean of the replicas ({counts}), loaded again and compared.", how]
+        whose = "the mean of the replicas" if any(len(stage.taken) > 1 for stage in stages) else "one replica a stage"
+        lines = [f"Wrote {self.out}: {whose} ({counts}), loaded again and compared.", how]
         lines += map(told_of, notes.snapshots)
         for number, stage in enumerate(stages):
             lines += [f"Left out of stage {number}: {each.peer} ({each.why})." for each in stage.left_out]

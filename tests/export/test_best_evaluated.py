@@ -45,6 +45,7 @@ def test_the_least_loss_is_exported_and_the_others_are_named(tmp_path: Path) -> 
     homes = [tmp_path / name for name in ("worse", "best", "worst")]
     weights = {home.name: keep(home, loss) for home, loss in zip(homes, (2.5, 2.0, 3.0), strict=True)}
     done = asyncio.run(export(tmp_path / "out", None, homes, best=True))
+    assert "out: one replica a stage (stage 0: 1, round" in done
     assert "These are the weights of best alone; their loss on held-out text was 2.0000." in done
     assert "Left out of stage 0: worst (loss 3.0000 at its best, the least is 2.0000)." in done
     written = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
