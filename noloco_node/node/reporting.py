@@ -130,21 +130,25 @@ ROOM = f"another peer with --stage {{below}}, unless {STATUS} that a later stage
 HANGS = f"{STATUS} whether it works for others, and `noloco-node doctor INVITE` what is in the way here"
 BEHIND = f"{STATUS} which later stage has nobody, too few, or a slow one; a peer with --stage N helps it"
 DEVICE = "end other programs on the device, or start this node again"
+ROUND = "nothing yet, for a round ends by itself; in a run with outer.overlap_steps a stage trains on meanwhile"
 STALLS: Mapping[str, tuple[str, str]] = {
     "downstream.refused_full": ("refused by stage {below} as full", ROOM),
+    "downstream.refused_gossiping": ("refused by stage {below} during its round", ROUND),
     "downstream.refused_leaving": ("refused by replicas of stage {below} that leave, or are not ready", ROOM),
     "downstream.refused_no_route": ("sent back by stage {below}, which reaches no later one", BEHIND),
+    "downstream.refused_expired": ("out of time at stage {below} or later", BEHIND),
     "downstream.lost_given_up": ("not answered by stage {below} in time", HANGS),
     "downstream.lost_unreachable": ("not taken, for stage {below} was not reached", HANGS),
     "downstream.lost_broken": ("broken off on the way to stage {below} or back", HANGS),
     "worker.refused_late": ("refused here, for the device would not have been in time", DEVICE),
     "worker.shortages": ("without memory here", DEVICE),
+    "downstream.waiting": ("waiting for a replica of stage {below}", HANGS),
     "downstream.calls": ("under way to stage {below}", HANGS),
     "gate.turns": ("with a gradient, waiting for the others of the window", BEHIND),
     "here": ("at our own device", DEVICE),
 }
 """Why microbatches do not come back, and what to try: by totals of a replica, and what is under way now."""
-UNDER_WAY = ("downstream.calls", "gate.turns")  # these are no totals: they count the present
+UNDER_WAY = ("downstream.waiting", "downstream.calls", "gate.turns")  # these are no totals: they count the present
 STANDS = "no microbatch has come back for "
 STALL_S = 180.0  # a shorter one is not told
 
@@ -167,7 +171,7 @@ class Stall:
         """Return why nothing comes back. `totals`: the statistics of a replica of this stage."""
         if totals["worker.succeeded"] != self._before.get("worker.succeeded"):
             self._since_s, self._before = now_s, totals | dict.fromkeys(UNDER_WAY, 0)
-        away = sum(totals.get(name, 0) for name in (*UNDER_WAY, "downstream.waiting"))
+        away = sum(totals.get(name, 0) for name in UNDER_WAY)
         totals = totals | {"here": max(0, totals["gate.in_flight"] - away)}
         idle = not totals["gate.in_flight"] and not totals.get("downstream.waiting")
         whole = totals["gate.succeeded"] >= totals["gate.window"]  # what follows is the step's

@@ -22,6 +22,7 @@ from noloco_node.node.reporting import (
 )
 from noloco_node.run.peer_state import LONGEST_DETAIL, PeerState
 from noloco_node.swarm.roster import HOP_LETTERS, MOST_HOPS
+from pipeline.messages import Reason
 
 PEERS = [f"12D3KooW{number:044d}" for number in range(9)]
 
@@ -118,8 +119,8 @@ KINDS = sorted(set(STALLS) - {"here", *UNDER_WAY})
 LOOKS = st.tuples(
     st.floats(1.0, 100.0),
     st.booleans(),
-    st.dictionaries(st.sampled_from(KINDS), st.integers(1, 10**9)),
-    st.sampled_from(["idle", "busy", "steps"]),
+    st.dictionaries(st.sampled_from(KINDS), st.integers(1, 4) | st.integers(1, 10**9)),
+    st.sampled_from(["idle", "busy", "waits", "steps"]),
 )
 
 
@@ -133,24 +134,26 @@ def test_a_stall_is_told_with_all_that_came_since_the_last_gradient_and_nothing_
     place = {"gate.window": 4.0, "gate.succeeded": 1.0}
     stall.look({"worker.succeeded": 0, "gate.in_flight": 0, **place}, now_s, patience_s, stage)
     for passed_s, came, counts, what in looks:
-        now_s, away, steps = now_s + passed_s, what == "busy", what == "steps"
+        now_s, away, waits, steps = now_s + passed_s, what == "busy", what == "waits", what == "steps"
         totals["worker.succeeded"] += came
         totals.update(counts)
         since.update(counts)
         if came or anew:
             last_s, since = now_s, Counter()
-        anew = steps or not (away or stage or since)
-        now = place | {"gate.succeeded": 4.0 * steps, "gate.in_flight": 3.0 * away, "downstream.calls": 1.0 * away}
+        anew = steps or not (away or waits or stage or since)
+        now = place | {"gate.succeeded": 4.0 * steps, "gate.in_flight": 3.0 * (away or waits)}
+        now |= {"downstream.calls": 1.0 * away, "downstream.waiting": 3.0 * waits}
         found = stall.look({**totals, **now}, now_s, patience_s, stage)
         assert (found is not None) == (now_s - last_s >= patience_s and not anew)
         if found is None:
             continue
         assert len(found.brief) <= LONGEST_DETAIL, "readers of records refuse a longer one"
-        told = since + Counter({"downstream.calls": 1, "here": 2} if away else {})
+        told = since + Counter({"downstream.calls": 1 * away, "here": 2 * away, "downstream.waiting": 3 * waits})
         for name, (words, _) in STALLS.items():
             assert (f"{told[name]} {words.format(below=stage + 1)}" in found.text) == (told[name] > 0)
         if told:
-            assert STALLS[told.most_common(1)[0][0]][1].format(below=stage + 1).split("`")[-1] in found.text
+            most = next(name for name in STALLS if told[name] == max(told.values()))
+            assert found.text.endswith(f"Try: {STALLS[most][1].format(below=stage + 1)}")
         else:
             assert f"from stage {stage - 1}" in found.text
     stall.end()
@@ -158,3 +161,9 @@ def test_a_stall_is_told_with_all_that_came_since_the_last_gradient_and_nothing_
         stall.look({"worker.succeeded": 0, **totals, **place, "gate.in_flight": 1.0}, now_s + 9e9, patience_s, stage)
         is None
     )
+
+
+def test_a_stall_counts_each_reason_for_which_a_later_stage_refuses_microbatches() -> None:
+    of_evaluations = {Reason.QUOTA, Reason.NOT_FINITE}
+    told = {name.removeprefix("downstream.refused_") for name in STALLS if "downstream.refused" in name}
+    assert told == {reason.name.lower() for reason in set(Reason) - of_evaluations}
