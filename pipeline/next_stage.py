@@ -334,10 +334,10 @@ class NextStage:
         elif good:
             wanted, detail = Wanted.ROOM, f"{len(good)} of {len(peers)} replicas refused for now, the others were lost"
             if len(good) == len(peers):
-                detail = f"all its {len(peers)} replicas refused for now"
+                detail = f"all its replicas ({len(peers)}) refused for now"
             pause_s = min(resting) - now_s()
         else:
-            wanted, detail = Wanted.ANSWER, f"all its {len(peers)} replicas were lost or are on trial"
+            wanted, detail = Wanted.ANSWER, f"all its replicas ({len(peers)}) were lost or are on trial"
             pause_s = max(FIRST_BACKOFF_S * 2.0**search.losses, min(resting) - now_s())
             search.forgiving = True
         if search.waits_since_s is None:

@@ -206,9 +206,9 @@ class MissedMeetings:
         if since["solo"] < self.ALONE:
             return None
         text = f"{since['solo']} outer steps in a row were taken alone, though the roster lists {others} more of stage"
-        silent = f"had no answer (the last one: {silence})"
-        words = {"declined": "proposals were declined", "unanswered": silent, "lost": "meetings broke off"}
-        why = [f"{since[name]} {words[name]}" for name in words if since[name]]
+        words = {"declined": "proposals declined", "unanswered": "without an answer", "lost": "meetings broken off"}
+        why = [f"{words[name]}: {since[name]}" for name in words if since[name]]
+        why += [f"the last one without: {silence}"] * (since["unanswered"] > 0)
         why += [f"partners left alone for now: {left_alone}"] * (left_alone > 0)
         causes = ", ".join(why) or "none of them was ready when we were"
         over = "no outer step is taken alone beside others any more"
