@@ -530,7 +530,7 @@ async def test_what_hivemind_asks_by_itself_after_an_answer_is_not_taken_for_a_q
 
 @pytest.mark.parametrize("says", ["its own id", "another id", "no id"])
 def test_a_peer_that_we_ask_tells_the_time_of_its_machine(says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever knows the run knows the id of its node: another has no voice, though anybody may connect with us."""
+    """A peer that knows the run knows the id of its node. Another has no voice, though anybody may connect with us."""
     peer, other, noted, told = some_peer(Random(0)), some_peer(Random(1)), list[tuple[object, ...]](), 1.8e9
     monkeypatch.setattr(call_rules.CLOCK, "note", lambda *each, is_door: noted.append((*each, is_door)))
     monkeypatch.setattr(call_rules.CLOCK, "own_s", lambda: told)
