@@ -1,9 +1,9 @@
 """AdamW of one stage, with its moments as float32 or as 8-bit codes.
 
 The float32 form is torch's own. In the other (`InnerConfig.state` is "int8") the moments of matrices are codes; those
-of vectors stay float32. A block of 256 values has one float32 scale, the largest magnitude in it. A value's share of the
-scale is companded, so that small shares keep more digits: a first moment's by the root, with its sign, a second
-moment's by the root of the root. Codes are rounded to the nearest, so the same bits give the same step.
+of vectors stay float32. A block of 256 values has one float32 scale, the largest magnitude in it. A value's share of
+the scale is companded, so that small shares keep more digits: a first moment's by the root, with its sign, a
+second moment's by the root of the root. Codes are rounded to the nearest, so the same bits give the same step.
 
 A second moment far below its block's largest has the code 0. A step takes it for at least what its first moment shows:
 without rounding that bound always holds (`moment_ratio`), and with it no step explodes.
