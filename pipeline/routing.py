@@ -193,10 +193,14 @@ class HopTotals(NamedTuple):
 
 
 class Suspicion(NamedTuple):
-    """Until when a lost replica is left alone (loop seconds), for how long in all; `cleared`: by a success."""
+    """Until when a lost replica is left alone (loop seconds), for how long in all; `cleared`: by a success.
+
+    `backoff_s`: for how long its losses alone would do so, whatever they cost.
+    """
 
     until_s: float
     length_s: float
+    backoff_s: float
     cleared: bool = False
 
 
@@ -370,13 +374,16 @@ class Standing:
             return
         # A replica that works for as long as it was left alone is forgiven; a success alone would be cheap.
         counts = previous is not None and (not previous.cleared or now_s < previous.until_s + previous.length_s)
-        before_s = previous.length_s if previous is not None and counts else 0.0
-        length_s = min(LONGEST_SUSPICION_S, max(FIRST_SUSPICION_S, TIMES_COST * cost_s, 2.0 * before_s))
+        before = previous if previous is not None and counts else Suspicion(0.0, 0.0, 0.0)
+        backoff_s = min(LONGEST_SUSPICION_S, max(FIRST_SUSPICION_S, 2.0 * before.backoff_s))
+        # A failed dial costs next to nothing: it does not double what a silence has earned.
+        earned_s = max(TIMES_COST * cost_s, 2.0 * before.length_s) if cost_s else 0.0
+        length_s = min(LONGEST_SUSPICION_S, max(backoff_s, earned_s))
         # A replica of which nothing was heard for so long is most likely gone.
         self.suspicions = {
             other: each for other, each in self.suspicions.items() if now_s < each.until_s + LONGEST_SUSPICION_S
         }
-        self.suspicions[peer] = Suspicion(now_s + length_s, length_s)
+        self.suspicions[peer] = Suspicion(now_s + length_s, length_s, backoff_s)
 
     def _part(self) -> tuple[tuple[Hop, ...], dict[str, None]]:
         hops, (known, count, proved, unproved) = self._hops(), self._parted

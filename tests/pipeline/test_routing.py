@@ -13,6 +13,7 @@ from pipeline.routing import (
     FIRST_SUSPICION_S,
     LONGEST_SUSPICION_S,
     MOST_BELIEVED,
+    TIMES_COST,
     UNPROVEN,
     Bag,
     Hop,
@@ -216,6 +217,19 @@ def test_suspicion_doubles_once_for_each_new_loss() -> None:
     lose(standing, "a", 200.0)
     assert standing.suspects(200.0 + 2 * FIRST_SUSPICION_S - 0.01) == {"a"}
     assert standing.suspects(200.0 + 2 * FIRST_SUSPICION_S) == set()
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, 5.0, 30.0]), min_size=1, max_size=6))
+def test_a_failed_dial_does_not_double_what_a_silence_has_earned(costs_s: list[float]) -> None:
+    """A cost of 0 stands for a failed dial; each call begins when the rest before it is over."""
+    standing, now_s = Standing(lambda: HOPS), 0.0
+    for losses, cost_s in enumerate(costs_s):
+        now_s += cost_s
+        standing.lose("a", now_s, cost_s, accused=True, hung=cost_s > 0.0)
+        length_s = standing.suspicions["a"].until_s - now_s
+        assert length_s >= min(LONGEST_SUSPICION_S, TIMES_COST * cost_s)
+        assert cost_s or length_s == FIRST_SUSPICION_S * 2**losses
+        now_s += length_s
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.floats(0.0, 60.0)), max_size=40))

@@ -125,7 +125,7 @@ async def test_who_works_in_between_only_to_hang_anew_is_left_alone_for_longer_e
         honest = False
         while not stage.next_stage.suspects:
             await stage.ask()
-        until_s, length_s, _ = stage.next_stage._standing.suspicions["d"]
+        until_s, length_s, *_ = stage.next_stage._standing.suspicions["d"]
         lengths.append(length_s)
         await asyncio.sleep(until_s - asyncio.get_running_loop().time())
         honest = True

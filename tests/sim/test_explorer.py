@@ -315,7 +315,8 @@ def test_a_momentum_that_is_not_carried_is_found(monkeypatch: pytest.MonkeyPatch
         return move(state, *rest)
 
     monkeypatch.setattr(gossip.rounds.outer_optimiser, "move", forgetful)
-    assert first_broken(lambda scenario: with_outer(scenario, alpha=0.5, momentum_period=1)).kind == "pair"
+    broken = first_broken(lambda scenario: with_outer(scenario, alpha=0.5, momentum_period=1))
+    assert broken.kind in {"pair", "rule"}
 
 
 def test_a_side_that_uses_its_exact_weights_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
