@@ -112,7 +112,7 @@ class WeightStore:
             return None
         start, data = key.number * PIECE_BYTES, b""
         try:
-            with (self.directory / self.files[key.file].file).open("rb", buffering=0) as file:
+            with (self.directory / self.files[key.file].file).open("rb") as file:
                 size = min(PIECE_BYTES, self.files[key.file].size_bytes - start)
                 if self._expected(key) == _of_zeros(size) or not _is_hole(file.fileno(), start, size):
                     file.seek(start)
