@@ -115,7 +115,7 @@ class HomePaths(RunPaths):
 
     @property
     def journals(self) -> tuple[Path, ...]:
-        """Where events of a run may be told: here or, if this is the directory of a run itself, in the home it is of."""
+        """Where events of a run may be told: here or, if this is the directory of a run itself, in its home."""
         runs = self.path.absolute().parent
         return self.journal, *([runs.parent / JOURNAL] if runs.name == RUNS else [])
 
