@@ -1,6 +1,7 @@
 """`export --best`: the weights of the best evaluation that homes have kept."""
 
 import asyncio
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.export import replica_files
 from noloco_node.export.exporter import export
 from noloco_node.export.replica_files import best_evaluated
+from noloco_node.export.sources import check_export
 from noloco_node.planning.model_layout import make_stage, model_layout
 from noloco_node.run.presets import demo_run_text, with_fields
 from noloco_node.storage.checkpoint import Checkpoint, EvaluatedCounters, save
@@ -72,6 +74,17 @@ def test_an_export_goes_where_a_link_leads_and_never_into_the_present_directory(
         asyncio.run(export(link, None, [tmp_path / "home"], best=True))
         assert link.is_symlink()
         assert (tmp_path / place / "config.json").exists()
+
+
+def test_an_export_does_not_begin_where_it_could_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be renamed to a volume of a container."""
+    keep(tmp_path / "home", 2.0)
+    (tmp_path / "volume").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "volume")
+    with user_error(Exit.USAGE, "mount point") as caught:
+        check_export(tmp_path / "volume", None, [tmp_path / "home"], best=True)
+    check_export(tmp_path / "volume" / "model", None, [tmp_path / "home"], best=True)
+    assert str(tmp_path / "volume" / "model") in caught.value.hint
 
 
 def test_weights_that_are_kept_in_two_parts_are_joined(tmp_path: Path) -> None:
