@@ -688,6 +688,7 @@ def test_weights_ahead_that_cannot_be_right_are_a_violation() -> None:
     assert all(loss.implausible and loss.partner == "b" for loss in a.lost)
     statistics = a.rounds.statistics()
     assert (statistics["implausible"], statistics["unanswered"]) == (len(a.lost), 0)
+    assert a.rounds.reasons == {"lost": a.lost[-1].why}
 
 
 @pytest.mark.parametrize("codec", [Format.FLOAT32, Format.INT8, Format.INT4])
