@@ -227,9 +227,9 @@ def noted(stages: Sequence[Sequence[ReplicaSummary]], kept_by: Mapping[int, str]
 def evaluations_of(homes: Sequence[Path], run_id: str, told: Iterable[Evaluation] = ()) -> tuple[Evaluation, ...]:
     """Return a run's evaluations by number and round, from journals of homes and then from what others have `told`."""
     found = {(each.number, each.round): each for each in told}
-    for home in homes:
+    for journal in (journal for home in homes for journal in HomePaths(home).journals):
         of_run = False
-        for event in read(HomePaths(home).journal):
+        for event in read(journal):
             if isinstance(event, events.Started):
                 of_run = event.run == run_id
             elif of_run and isinstance(event, events.Evaluated):

@@ -115,6 +115,12 @@ class HomePaths(RunPaths):
         """Return where files of a run may lie: here, if this is the directory of a run itself, or in its directory."""
         return self, self.run(run_id)
 
+    @property
+    def journals(self) -> tuple[Path, ...]:
+        """Where events of a run may be told: here or, if this is the directory of a run itself, in its home."""
+        runs = self.path.absolute().parent
+        return self.journal, *([runs.parent / JOURNAL] if runs.name == RUNS else [])
+
     def enter(self, run_id: str) -> RunPaths:
         """Return the directory of a run, made if it is missing; raise `UserError` (STORAGE) if the disk refuses."""
         paths = self.run(run_id)
