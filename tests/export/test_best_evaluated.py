@@ -1,6 +1,7 @@
 """`export --best`: the weights of the best evaluation that homes have kept."""
 
 import asyncio
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,12 @@ from transformers import AutoModelForCausalLM
 from user_errors import user_error
 
 from noloco_node.errors import Exit, UserError
+from noloco_node.export import replica_files
 from noloco_node.export.exporter import export
 from noloco_node.export.replica_files import best_evaluated
 from noloco_node.planning.model_layout import make_stage, model_layout
 from noloco_node.run.presets import demo_run_text, with_fields
-from noloco_node.storage.checkpoint import Checkpoint, save
+from noloco_node.storage.checkpoint import Checkpoint, EvaluatedCounters, save
 from noloco_node.storage.home import HomePaths
 from noloco_node.swarm.invite import SCHEME
 from noloco_node.swarm.run_distribution import RunFileText
@@ -92,6 +94,21 @@ def test_a_damaged_file_is_passed_over(tmp_path: Path) -> None:
     assert (loss, found.left_out) == (2.0, ())  # of a loss that nobody can use nothing is told
     with user_error(Exit.UNREACHABLE, "no weights of an evaluation"):
         best_evaluated(homes[:1], RUN.digest, PLAN.shapes[0])
+
+
+def test_a_node_that_keeps_better_weights_meanwhile_hides_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The older file goes at the same moment."""
+    keep(tmp_path, 2.0)
+    found_before = replica_files.evaluated_among
+
+    def found(paths: Iterable[Path]) -> dict[Path, EvaluatedCounters]:
+        told = found_before(paths)
+        keep(tmp_path, 1.5)
+        return told
+
+    monkeypatch.setattr(replica_files, "evaluated_among", found)
+    for loss in (2.0, 1.5):
+        assert best_evaluated([tmp_path], RUN.digest, PLAN.shapes[0])[1] == loss
 
 
 def test_the_directory_of_a_run_stands_for_its_home(tmp_path: Path) -> None:
