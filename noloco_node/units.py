@@ -10,6 +10,7 @@ Prefixes are decimal, as on disks and in the caps that an owner writes; rates ar
 from __future__ import annotations
 
 import re
+import time
 from typing import Annotated, TypeAlias
 
 from msgspec import Meta
@@ -60,6 +61,10 @@ def format_energy(joules: float) -> str:
 def format_rate(bytes_per_s: float) -> str:
     """Return a rate: 20 Mbit/s."""
     return f"{_scaled(8 * bytes_per_s)}bit/s"
+
+
+def format_utc(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(min(unix_s, LATEST_UNIX_S)))
 
 
 def format_duration(seconds: float) -> str:

@@ -35,7 +35,7 @@ from noloco_node.admission.ticket import (
 )
 from noloco_node.errors import Exit, UserError
 from noloco_node.tasks import loop_s
-from noloco_node.units import format_duration
+from noloco_node.units import format_duration, format_utc
 
 MOST_SHOWN = 8192  # tickets of peers that train, which are remembered
 MOST_LOOKERS = 1024  # tickets of peers that only look: in a table of their own, so that they push no member out
@@ -45,6 +45,7 @@ LISTED = "listed"
 NO_TICKET, EXPIRED = "it has shown no ticket", "its ticket has expired"
 FOREIGN = "its ticket is not one of this run's owner"
 SHUT_OUT = "the owner of the run has shut it out"
+CAME_BY = "the owner of the run has shut out all that came by its invite or its signing peer"
 WHEN_SHUT_OUT = (
     "ask the owner of the run to let you back in (noloco-node members lift); another --home has another identity, and "
     "needs an invite of its own"
@@ -137,12 +138,10 @@ class AdmissionState:
         return FOREIGN if facts is None else self._objection(peer, facts)
 
     def _objection(self, peer: str, facts: TicketFacts) -> str:
-        now_s = self._unix_time()
-        if facts.until <= now_s:
+        if facts.until <= self._unix_time():
             return EXPIRED
-        revoked = {} if self.revocations is None else self.revocations.revoked
-        if any(revoked.get(key, 0) > now_s for key in facts.keys):
-            return SHUT_OUT
+        if out := self._shut_out(SHUT_OUT, facts.keys[-1:]) or self._shut_out(CAME_BY, facts.keys):
+            return out
         if facts.invite_key is not None and self._holders.setdefault(facts.invite_key, peer) != peer:
             return "its invite is used by somebody else"
         return ""
@@ -151,15 +150,21 @@ class AdmissionState:
         """Say why we do not talk with a peer; empty where we do, also with one whose ticket we have not seen."""
         if self.was_member(peer):
             return self.refusal(peer)
-        return SHUT_OUT if self.is_revoked(peer) else ""
+        return self.shut_out(peer)
 
     def was_member(self, peer: str) -> bool:
         """Say whether a peer has shown a ticket of this run's owner, good by now or not."""
         return self._shown_by(peer) is not None
 
-    def is_revoked(self, peer: str) -> bool:
-        key, revoked = key_of(peer), {} if self.revocations is None else self.revocations.revoked
-        return key is not None and revoked.get(key, 0) > self._unix_time()
+    def shut_out(self, peer: str) -> str:
+        """Say that the owner has shut a peer out, and until when; empty where it has not."""
+        key = key_of(peer)
+        return "" if key is None else self._shut_out(SHUT_OUT, (key,))
+
+    def _shut_out(self, why: str, keys: Iterable[bytes]) -> str:
+        revoked = {} if self.revocations is None else self.revocations.revoked
+        until = max(revoked.get(key, 0) for key in keys)
+        return f"{why} until {format_utc(until)}" if until > self._unix_time() else ""
 
     def accepts(self, peer: str, value: bytes) -> bool:
         """Say whether a record is to be kept and believed: only one that carries its peer's ticket to train.
@@ -329,7 +334,9 @@ class HeldTicket:
                     if error.code is Exit.UNREACHABLE:
                         self._silent_s = loop_s()
                         raise no_ticket(f"{why}; {error.why}") from error
-                    raise not_admitted("; ".join(filter(None, dict.fromkeys((why, error.why))))) from error
+                    # Whatever a signing peer says of a peer that the owner has shut out, it is not the reason.
+                    also = "" if addressed(SHUT_OUT) in why else error.why
+                    raise not_admitted("; ".join(filter(None, dict.fromkeys((why, also))))) from error
                 if found in self._refused:
                     raise not_admitted(why)
                 self._keep(found)

@@ -28,13 +28,13 @@ from typing import NamedTuple, TypeAlias
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from noloco_node.admission.admission_state import SHUT_OUT, AdmissionState
+from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.ticket import LOOK_S, MEMBER, Chain, Right, encode, extended, key_of
 from noloco_node.network.bans import address_prefix
 from noloco_node.network.calls import patient
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema, Violation
-from noloco_node.units import Count
+from noloco_node.units import Count, format_utc
 
 TOPIC = "ticket"
 PATIENCE_S = 20.0
@@ -158,15 +158,16 @@ class TicketService:
         key = key_of(peer)
         if key is None:
             return b"", "its identity is not an Ed25519 key"
-        if self._state.is_revoked(peer):
-            return b"", SHUT_OUT
+        if out := self._state.shut_out(peer):
+            return b"", out
         signs_until = self._signs_until(key)
         if request.trains and signs_until > unix_s:
             return self._signed(peer, MEMBER | Right.SIGN, signs_until)
         if self._named_until is not None:
             until = self._named_until(key)
             if until <= unix_s:
-                return b"", "the owner of the run has not named it, or not for longer"
+                ended = f"the owner of the run named it until {format_utc(until)}, and for no longer"
+                return b"", ended if until else "the owner of the run has not named it"
             return self._signed(peer, MEMBER if request.trains else Right.LOOK, until)
         refusal = self._open_refusal(conversation, request, unix_s)
         if refusal:

@@ -32,9 +32,11 @@ from noloco_node.swarm import invite as invites
 from noloco_node.swarm.access import RunAccess, connected
 from noloco_node.swarm.admissions import load_owner_key
 from noloco_node.swarm.run_distribution import RunFileText
+from noloco_node.units import format_utc
 
 DAY_S = 86400
 LEAST_DAYS, MOST_DAYS = 0.01, 36500.0  # with less an invite has expired before anybody could use it
+LEAST_LETTERS = 6  # of a key or a peer id that names an entry of the list
 TRY = (
     "the same command again with --invite and the line of a bootstrap peer that runs; or start one with the"
     " run file beside which this list lies"
@@ -55,7 +57,10 @@ class MemberOptions:
 
     who: Annotated[
         str | None,
-        typer.Argument(metavar="[PEER]", help="A peer id, or the first digits of a key as `list` prints it."),
+        typer.Argument(
+            metavar="[PEER]",
+            help="A peer id; of one in the list its last letters, or the first digits of its key, will do.",
+        ),
     ] = None
     run: Annotated[Path, typer.Option(help="The run file, beside which the owner's key lies.")] = Path("run.toml")
     invite: Annotated[
@@ -126,7 +131,9 @@ def _invite(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKey,
             raise _usage(f"{options.who!r} is no peer id.", hint, "it is not what a peer's key makes")
         if (out_s := members.revoked.get(subject.hex(), 0)) > now_s:
             why = "whatever it shows is refused until then, an invite of today as well"
-            raise _usage(f"{options.who} is shut out until {_day(out_s)}.", "`noloco-node members lift` first", why)
+            raise _usage(
+                f"{options.who} is shut out until {format_utc(out_s)}.", "`noloco-node members lift` first", why
+            )
         kind, credential = TICKET, InviteCredential((grant(key, recipe.digest, rights, until, subject),))
     elif recipe.run.admission.rule == "listed" or options.may_sign:
         raise _usage(
@@ -154,8 +161,8 @@ def _shut_out(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKe
     changed = owner_files.with_revoked(members, key, recipe.digest, revoked, now_s)
     owner_files.save_members(options.run, changed)
     return (
-        f"shut out until {_day(revoked[subject])}: {peer_of(bytes.fromhex(subject))} and all that entered by it (list "
-        f"number {changed.number})."
+        f"shut out until {format_utc(revoked[subject])}: {peer_of(bytes.fromhex(subject))} and all that entered by it "
+        f"(list number {changed.number})."
     )
 
 
@@ -178,16 +185,22 @@ def _let_back(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKe
 def _subject(who: str | None, members: owner_files.MemberList) -> str:
     """Return the key that the owner means."""
     if who is None:
-        raise _usage("Which peer?", "a peer id, or the first digits of a key that `noloco-node members list` prints")
+        raise _usage(
+            "Which peer?", "a peer id, its last letters, or the first digits of a key: `members list` has both"
+        )
     key = key_of(who)
     if key is not None:
         return key.hex()
-    listed = (*(each.key for each in members.issued), *members.revoked)
-    found = {each for each in listed if each.startswith(who) and len(who) >= 6}
-    if len(found) != 1:
-        why = "it is no peer id, and not the first six or more digits of one key"
-        what = f"{'More than one key' if found else 'No key'} in the list begins with {who!r}."
-        raise _usage(what, "`noloco-node members list`", why)
+    part = who.lstrip(".")  # some screens write ...abcdefgh for an id
+    listed = {*(each.key for each in members.issued), *members.revoked}
+    found = {each for each in listed if each.startswith(part) or peer_of(bytes.fromhex(each)).endswith(part)}
+    if len(part) < LEAST_LETTERS or len(found) != 1:
+        many = "More than one key or peer" if len(part) >= LEAST_LETTERS and found else "No key or peer"
+        raise _usage(
+            f"{many} of the owner's list is meant by {who!r}.",
+            "`noloco-node members list`; for a peer that is not in it the whole id, from `noloco-node status --json`",
+            f"it is no peer id, and not {LEAST_LETTERS} or more of one id's last letters or one key's first digits",
+        )
     return found.pop()
 
 
@@ -216,18 +229,14 @@ def _listed(members: owner_files.MemberList, now_s: float) -> str:
         return f"{key[:12]}  {kind:17}  {rest.rstrip()}{whose}"
 
     lines = [
-        row(each.key, each.kind, f"until {_day(each.until)}  {standing(each):8}  {plain(each.note)}")
+        row(each.key, each.kind, f"until {format_utc(each.until)}  {standing(each):8}  {plain(each.note)}")
         for each in members.issued
     ]
     others = {key: until for key, until in members.revoked.items() if until > now_s}
     for each in members.issued:
         others.pop(each.key, None)
-    lines += [row(key, "peer", f"shut out until {_day(others[key])}") for key in sorted(others)]
+    lines += [row(key, "peer", f"shut out until {format_utc(others[key])}") for key in sorted(others)]
     return "\n".join(lines or ["nobody was named, invited or shut out"])
-
-
-def _day(unix_s: int) -> str:
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(unix_s))
 
 
 def _usage(what: str, hint: str, why: str = "`noloco-node members` was not told enough") -> UserError:

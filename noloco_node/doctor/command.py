@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from noloco_node.admission.admission_state import WHEN_SHUT_OUT, AdmissionState
+from noloco_node.admission.admission_state import WHEN_SHUT_OUT, AdmissionState, addressed
 from noloco_node.admission.ticket import Right, peer_of_file
 from noloco_node.doctor import machine_checks
 from noloco_node.doctor.machine_checks import Finding, Grade, Needs, exit_code, fail, line, ok, verdict, warn
@@ -163,9 +163,8 @@ async def _clock(network: PeerNetwork, peers: Sequence[str]) -> Finding:
 def shut_out(state: AdmissionState | None, home: Path) -> list[Finding]:
     """Say that the owner has shut out the identity of this home, where it has: the doctor visits with a passing one."""
     peer = peer_of_file(HomePaths(home).identity)
-    if state is None or peer is None or not state.is_revoked(peer):
-        return []
-    return [fail("admission", f"the owner of the run has shut you out, {peer}", WHEN_SHUT_OUT)]
+    why = "" if state is None or peer is None else state.shut_out(peer)
+    return [fail("admission", f"{addressed(why)}: {peer}", WHEN_SHUT_OUT)] if why else []
 
 
 def _module(run: RunConfig) -> list[Finding]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,15 +38,45 @@ _LENGTH = struct.Struct("<Q")
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield where to write a file aside, and put it in place of `path`; the body has flushed it."""
-    aside = path.with_name(f".{path.name}.aside")
+def replacing(path: Path, mode: int = 0o666) -> Iterator[Path]:
+    """Yield an empty file to write, and put it in place of `path`; the body has flushed it.
+
+    Each writer locks a file of its own, so several may write to one path at once: the last to finish stays. A file
+    without a lock is one that a killed process has left.
+    """
+    _remove_left(path.parent, f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.aside")
+    aside, lock = _locked_file(path, mode)
     try:
         yield aside
         os.replace(aside, path)
         flush(path.parent)
     finally:
         aside.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _locked_file(path: Path, mode: int) -> tuple[Path, int]:
+    """Return a new file beside `path`, and the descriptor that locks it."""
+    while True:
+        aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.aside")
+        lock = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with suppress(OSError):  # not every file system knows locks; nobody can take the file for a left one there
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if _is_held(lock, aside):
+            return aside, lock
+        os.close(lock)  # another writer has removed it before it was locked
+
+
+def _remove_left(directory: Path, pattern: str) -> None:
+    """Remove files that killed processes have left aside; what a living one writes is locked."""
+    for left in directory.glob(pattern):
+        with suppress(OSError):  # it has gone, or it is locked
+            descriptor = os.open(left, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                left.unlink(missing_ok=True)
+            finally:
+                os.close(descriptor)
 
 
 def write(path: Path, content: bytes, *, public: bool = False) -> None:
@@ -52,14 +84,9 @@ def write(path: Path, content: bytes, *, public: bool = False) -> None:
 
     Other users of the machine can read it only if it is `public`.
     """
-    with replacing(path) as aside:
-        aside.unlink(missing_ok=True)
-        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if public else 0o600)
-        try:
-            write_all(descriptor, content)
-            sync(descriptor)
-        finally:
-            os.close(descriptor)
+    with replacing(path, 0o666 if public else 0o600) as aside, aside.open("wb", buffering=0) as file:
+        write_all(file.fileno(), content)
+        sync(file.fileno())
 
 
 class KeptFile:
@@ -126,7 +153,7 @@ def locked_aside(directory: Path) -> Iterator[Path]:
     lock = _lock(aside, directory)
     try:
         for left in aside.iterdir():
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
         yield aside
     finally:
         if _is_held(lock, aside):
@@ -177,9 +204,8 @@ def _is_held(lock: int, aside: Path) -> bool:
 
 
 def sweep(directory: Path) -> None:
-    """Remove files that a killed process has left aside in a directory that is ours alone."""
-    for left in directory.glob(".*.aside"):
-        left.unlink(missing_ok=True)
+    """Remove files that killed processes have left aside, whichever file of a directory they were to replace."""
+    _remove_left(directory, ".*.aside")
 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:

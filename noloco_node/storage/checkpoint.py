@@ -7,7 +7,7 @@ alone: `save` raises `OSError`, and the node carries on (docs/design/node.md).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -153,10 +153,10 @@ def counters_of(path: Path) -> Counters:
     return _about(path, Counters)
 
 
-def evaluated_in(directory: Path) -> dict[Path, EvaluatedCounters]:
+def evaluated_among(paths: Iterable[Path]) -> dict[Path, EvaluatedCounters]:
     """Return the files of weights that were evaluated, with their counters; pass over what cannot be read."""
     found = {}
-    for path in files(directory):
+    for path in paths:
         with suppress(OSError, ValueError):
             found[path] = _about(path, EvaluatedCounters)
     return found

@@ -68,7 +68,7 @@ def format(digest: str, addresses: Sequence[str], credential: InviteCredential |
 
 
 def parse(text: str) -> Invite:
-    """Parse an invite, surrounding white space included; a `UserError` names the wrong part."""
+    """Parse an invite, with the line breaks and blanks of a chat program; a `UserError` names the wrong part."""
     scheme = re.match(r"noloco([1-9]\d{0,8}):", text := text.strip(), re.ASCII)
     if scheme is None:
         raise _malformed(f"it does not start with {SCHEME!r}: {text[:24]!r}")
@@ -81,7 +81,7 @@ def parse(text: str) -> Invite:
             "them for an invite of today: a home keeps the one that it came by",
             code=Exit.OTHER_RUN,
         )
-    text, is_owned, given = text[scheme.end() :].partition("#")
+    text, is_owned, given = "".join(text[scheme.end() :].split()).partition("#")
     try:
         credential = parse_credential(given) if is_owned else None
     except ValueError as error:

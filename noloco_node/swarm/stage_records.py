@@ -16,7 +16,8 @@ Two clocks must agree, since one of them may be wrong: when all records look old
 a writer's slow clock, because a reader that reads a stage only now and then (`pipeline.placement`) sees every record of
 it for the first time.
 
-We remember a record that is still in the DHT after its lifetime, so that it does not count as news again.
+We remember a peer for as long as the DHT may have its last record, so that this does not count as news again: one
+reading may find no version of it or an older one, and the next reading the last one.
 """
 
 from __future__ import annotations
@@ -150,10 +151,10 @@ class PeerTable:
             self._believed = None
         for peer in aged:
             entry = self._entries[peer]
-            if raws.get(peer) == entry.raw:
-                self._entries[peer] = msgspec.structs.replace(entry, believed=False)
-            else:
+            if peer not in raws and entry.news_s + self._life_s(entry.published) + CLOCK_ERROR_S <= self._clock_s:
                 del self._entries[peer]
+            elif entry.believed:
+                self._entries[peer] = msgspec.structs.replace(entry, believed=False)
 
     def _life_s(self, published: Published) -> float:
         return max(self._lifetime_s, min(published.lifetime_s, LONGEST_LIFETIME_S))

@@ -290,7 +290,7 @@ async def test_an_invitation_is_for_whoever_shows_it_first(swarm: Swarm) -> None
     # Revoked, it ends for all who came by it.
     swarm.states[server.peer_id].take_revocations(revoked(1, 8))
     for network in (first, looker):
-        with pytest.raises(ConnectionError, match="shut it out"):
+        with pytest.raises(ConnectionError, match="shut out all that came by its invite"):
             await asked(network, server, "run")
 
 

@@ -37,6 +37,7 @@ from noloco_node.admission.ticket import (
 )
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.record_checks import RECORD_BYTES, SIGNATURE_BYTES
+from noloco_node.units import format_utc
 
 PEERS = [peer_of(public(number)) for number in range(1, 5)]
 
@@ -267,6 +268,23 @@ async def test_where_nobody_signs_it_is_asked_once_in_a_while() -> None:
     await asyncio.sleep(SILENCE_S)
     await held.another("it has expired")
     assert signer.asked == 2
+
+
+@pytest.mark.parametrize("named", [False, True])
+async def test_a_peer_that_is_shut_out_hears_that_alone_and_until_when(*, named: bool) -> None:
+    """One whose delegate is shut out hears too why a signing peer gives it no other ticket: it needs an invite."""
+    state, signs = state_at(), MEMBER | Right.SIGN
+    state.take_revocations(list_of(1, 1 if named else 2, until=NOW_S + 90))
+    by = grant(key(0), RUN, signs, NOW_S + 99, public(2)), grant(key(2), RUN, MEMBER, NOW_S + 99, public(1))
+    why = addressed(state.show(PEERS[0], encode(by)))
+    until, unnamed = f" until {format_utc(NOW_S + 90)}", told(["the owner of the run has not named it"])
+    with pytest.raises(UserError) as caught:
+        await holding(Signer(admission_state.not_admitted(unnamed)), encode(by)).another(why)
+    if named:
+        assert caught.value.why == addressed(admission_state.SHUT_OUT) + until
+    else:
+        assert caught.value.why == f"{addressed(admission_state.CAME_BY)}{until}; {unnamed}"
+    assert ("members lift" in caught.value.hint) == named
 
 
 async def test_who_is_given_what_was_refused_is_not_admitted() -> None:

@@ -34,10 +34,12 @@ from noloco_node.admission.owner_files import (
 )
 from noloco_node.admission.ticket import MEMBER, MOST_REVOKED, Right, encode, encode_list, peer_of, signed_list
 from noloco_node.admission.ticket_service import OPEN_DAYS, TicketSigner
+from noloco_node.cli import members
 from noloco_node.cli.main import app
 from noloco_node.cli.members import MemberAction, MemberOptions, clock_note, confirmation
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.swarm_clock import CLOCK_DOUBT_S
+from noloco_node.observe.swarm_view import short
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.access import RunAccess
@@ -93,7 +95,7 @@ def test_the_key_is_its_owner_s_alone_and_not_in_the_run_file(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("rule", ["open", "invited", "listed"])
-def test_a_named_peer_is_let_in_until_it_is_revoked(tmp_path: Path, rule: str) -> None:
+def test_a_named_peer_is_let_in_until_it_shut_out(tmp_path: Path, rule: str) -> None:
     owner = Owner(tmp_path, rule)
     invite = owner.invited(PEER, "--note", "Ada", "--days", "20000")
     ticket = invite.credential.ticket(invite.digest, PEER, MEMBER, 0.0, None)
@@ -229,6 +231,42 @@ def test_a_bootstrap_peer_that_is_handed_the_list_confirms_it(tmp_path: Path, kn
     assert ("has list number 7, later than yours" in said) == (known == "a later list")
 
 
+KEYS = st.lists(st.binary(min_size=32, max_size=32).map(bytes.hex), min_size=1, max_size=9, unique=True)
+
+
+@given(KEYS, st.data())
+def test_the_last_letters_of_an_id_mean_the_one_peer_of_the_list_that_has_them(
+    keys: list[str], data: st.DataObject
+) -> None:
+    drawn = {peer_of(bytes.fromhex(each)): each for each in keys}
+    listed = MemberList(revoked=dict.fromkeys(keys, 1))
+    peer = data.draw(st.sampled_from(sorted(drawn)))
+    shown = data.draw(st.sampled_from(["", "..."])) + peer[-data.draw(st.integers(1, len(peer))) :]
+    ending = shown.lstrip(".")
+    if len(ending) >= 6 and sum(each.endswith(ending) for each in drawn) == 1:
+        assert members._subject(shown, listed) == drawn[peer]
+    else:
+        with user_error(Exit.USAGE, "is meant by"):
+            members._subject(shown, listed)
+
+
+def test_an_ending_that_two_peers_of_the_list_have_names_neither() -> None:
+    # A peer id is one number: ids whose numbers differ by a multiple of 58 ** 6 end in the same six letters.
+    first, second = (int.to_bytes(number, 32) for number in (1, 1 + 58**6))
+    ending = peer_of(first)[-6:]
+    assert peer_of(second).endswith(ending)
+    with user_error(Exit.USAGE, "More than one"):
+        members._subject(ending, MemberList(revoked={first.hex(): 1, second.hex(): 1}))
+    assert members._subject(ending, MemberList(revoked={first.hex(): 1})) == first.hex()
+
+
+def test_a_peer_is_banned_and_let_back_by_the_letters_that_status_shows(tmp_path: Path) -> None:
+    owner = Owner(tmp_path, "listed")
+    owner.invited(PEER)
+    for action in ("ban", "lift"):
+        assert PEER in owner.members(action, short(PEER))
+
+
 def test_an_invitation_is_revoked_by_what_the_list_shows(tmp_path: Path) -> None:
     owner = Owner(tmp_path, "invited")
     invite = owner.invited("--days", "20000")
@@ -236,15 +274,15 @@ def test_an_invitation_is_revoked_by_what_the_list_shows(tmp_path: Path) -> None
     assert ticket is not None
     assert owner.state().show(OTHER, ticket) == ""
     owner.members("revoke", owner.members("list")[:12])
-    assert "shut it out" in owner.state().show(OTHER, ticket)
+    assert "shut out all that came by its invite" in owner.state().show(OTHER, ticket)
     assert str(invite.credential) not in members_file(owner.run).read_text()
 
 
 def test_a_ban_needs_no_ticket_of_ours_and_lasts_so_many_days(tmp_path: Path) -> None:
     owner = Owner(tmp_path, "open")
     owner.members("ban", PEER, "--days", "20000")
-    assert owner.state().is_revoked(PEER)
-    assert not owner.state().is_revoked(OTHER)
+    assert owner.state().shut_out(PEER)
+    assert not owner.state().shut_out(OTHER)
 
 
 @pytest.mark.parametrize("rule", ["open", "invited", "listed"])
@@ -263,9 +301,9 @@ def test_what_was_shut_out_comes_back_by_the_same_ticket_and_nobody_else_does(
     assert "let back in" in owner.members("lift", PEER)
     assert peers_state.take_revocations(load_members(owner.run).signed)
     assert peers_state.show(PEER, encode(credential.chain)) == ""
-    assert peers_state.is_revoked(OTHER)
+    assert peers_state.shut_out(OTHER)
     assert not peers_state.take_revocations(before.signed), "the earlier list says nothing any more"
-    assert not peers_state.is_revoked(PEER)
+    assert not peers_state.shut_out(PEER)
     assert "not shut out" in owner.members("lift", PEER), "only the list is handed over"
     assert load_members(owner.run).number == 3
 
@@ -375,7 +413,8 @@ def test_a_delegate_may_sign(tmp_path: Path) -> None:
         ("open", ("invite", "nobody", "--invite", "BASE"), "no peer id[^$]*a peer's key makes"),
         ("open", ("invite", "--may-sign", "--invite", "BASE"), "needs a peer id"),
         ("open", ("revoke",), "Which peer"),
-        ("open", ("revoke", "0123456789ab"), "No key[^$]*first six or more digits"),
+        ("open", ("revoke", "0123456789ab"), "No key[^$]*6 or more[^$]*first digits[^$]*status --json"),
+        ("open", ("ban", PEER[-8:]), "No key or peer of the owner's list is meant"),
     ],
 )
 def test_what_is_missing_is_said(tmp_path: Path, rule: str, arguments: tuple[str, ...], words: str) -> None:

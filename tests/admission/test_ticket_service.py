@@ -28,6 +28,7 @@ from noloco_node.admission.ticket_service import (
 )
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
+from noloco_node.units import format_utc
 
 ME = peer_of(public(2))
 
@@ -176,11 +177,16 @@ def test_where_the_owner_names_peers_a_ticket_is_good_for_as_long_as_its_list_sa
     assert facts.rights == (MEMBER if trains else Right.LOOK)
 
 
-@pytest.mark.parametrize("named", [{}, {public(3): NOW_S + 50}, {public(2): NOW_S}])
-def test_whom_the_owner_has_not_named_gets_no_ticket(named: dict[bytes, int]) -> None:
-    assert asked(work(RUN, ME), named=named) == TicketReply(
-        ticket=b"", refusal="the owner of the run has not named it, or not for longer"
-    )
+@pytest.mark.parametrize(
+    ("named", "why"),
+    [
+        ({}, "has not named it"),
+        ({public(3): NOW_S + 50}, "has not named it"),
+        ({public(2): NOW_S}, f"named it until {format_utc(NOW_S)}, and for no longer"),
+    ],
+)
+def test_whom_the_owner_has_not_named_gets_no_ticket_and_is_told_which_it_is(named: dict[bytes, int], why: str) -> None:
+    assert asked(work(RUN, ME), named=named) == TicketReply(ticket=b"", refusal=f"the owner of the run {why}")
 
 
 def test_a_member_gets_another_ticket_although_its_network_has_had_its_share() -> None:

@@ -1,13 +1,17 @@
 """A file is whole or not there, a writer hears if the disk takes a part, and the bytes of a tensor are its values."""
 
 import errno
+import fcntl
 import json
 import os
 import re
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -81,7 +85,7 @@ def test_a_disk_that_takes_nothing_and_reports_nothing_is_an_error(monkeypatch: 
 def test_a_file_stays_as_it_was_where_a_disk_takes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     atomic_file.write(path, b"before")
-    (tmp_path / ".file.aside").write_bytes(b"left by a process that was killed")
+    (tmp_path / ".file.0123abcd.aside").write_bytes(b"left by a process that was killed")
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", NearlyFull(3, os.write))
         with pytest.raises(OSError, match="No space left"):
@@ -89,6 +93,57 @@ def test_a_file_stays_as_it_was_where_a_disk_takes_a_part(tmp_path: Path, monkey
     assert path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@given(st.permutations(range(4)))
+def test_whatever_writes_to_one_path_at_once_no_writer_fails_and_the_last_to_finish_stays(order: list[int]) -> None:
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / "file"
+        writers = {number: atomic_file.replacing(path) for number in order}
+        for number, writer in writers.items():
+            writer.__enter__().write_bytes(b"%d" % number)
+        for number in sorted(order):
+            writers[number].__exit__(None, None, None)
+            assert path.read_bytes() == b"%d" % number
+        assert os.listdir(directory) == ["file"]
+
+
+KILLED = "import sys; from pathlib import Path; from noloco_node.storage.atomic_file import replacing\n"
+KILLED += "with replacing(Path(sys.argv[1])): print('open', flush=True); sys.stdin.read()"
+
+
+def test_the_next_writer_removes_what_a_killed_one_left_and_nothing_of_a_living_one(tmp_path: Path) -> None:
+    path = tmp_path / "file[1]"
+    command = [sys.executable, "-c", KILLED, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdout.readline() == b"open\n"
+            (aside,) = tmp_path.iterdir()
+            atomic_file.write(path, b"any")
+            atomic_file.sweep(tmp_path)
+            assert set(tmp_path.iterdir()) == {path, aside}
+        finally:
+            child.kill()
+    assert aside.exists()
+    atomic_file.write(path, b"any")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_is_removed_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true_lock, removed = fcntl.flock, []
+
+    def late(descriptor: int, operation: int) -> None:
+        if not removed:
+            removed.extend(tmp_path.iterdir())
+            removed[0].unlink()
+        true_lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    atomic_file.write(tmp_path / "file", b"any")
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+    assert len(removed) == 1
 
 
 def test_only_two_modules_write_to_descriptors_themselves() -> None:
@@ -210,6 +265,19 @@ def test_a_disk_that_refuses_a_small_file_is_said_once_until_it_takes_it(tmp_pat
     kept.path.parent.rmdir()
     assert not kept.write(b"4")
     assert len(said) == 2
+
+
+def test_a_directory_aside_is_emptied_and_what_its_links_name_stays(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "a file").touch()
+    aside = tmp_path / ".model.aside"
+    for left in ("directory", "own"):
+        (aside / left).mkdir(parents=True)
+    (aside / "a link").symlink_to(tmp_path / "own")
+    (aside / "a dead link").symlink_to(tmp_path / "nothing")
+    with atomic_file.locked_aside(tmp_path / "model") as empty:
+        assert list(empty.iterdir()) == []
+    assert (tmp_path / "own" / "a file").exists()
 
 
 @pytest.mark.parametrize("left", [False, True])

@@ -1,5 +1,6 @@
 """Checkpoints: one whole file or none, and one whole file always."""
 
+import asyncio
 import errno
 import os
 import shutil
@@ -21,6 +22,7 @@ from small_stages import INNER, cuts, make_stage, prepared
 from benchmarks.robustness.kill_checkpoint import kill_many
 from noloco_node.storage import atomic_file
 from noloco_node.storage.checkpoint import KEPT, Checkpoint, files, load, load_latest, save
+from noloco_node.storage.checkpoint_store import CheckpointStore
 
 
 def checkpoint(steps: int, run_id: str = "run") -> Checkpoint:
@@ -100,6 +102,11 @@ def test_a_damaged_file_costs_nothing_but_itself(tmp_path_factory: pytest.TempPa
     # Where the damage made it another run's checkpoint, it is passed over without a word.
     assert len(complaints) <= 1
     assert all(newer.name in complaint for complaint in complaints)
+    told: list[str] = []
+    store = CheckpointStore(directory, directory / "former", "run", "me", told.append)
+    assert asyncio.run(store.load(loaded.counters.stage)).counters.inner_steps == 1
+    # Where the damage made it another stage's, of that stage nothing is told.
+    assert told == complaints or (len(raw) > place and rb"\"stage\":%d," % loaded.counters.stage not in raw)
 
 
 @pytest.mark.parametrize("refuses", ["space", "write", "rename"])

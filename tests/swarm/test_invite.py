@@ -199,6 +199,15 @@ def test_an_address_is_split_into_place_and_peer() -> None:
     assert str(parse_peer_address(beside)) == beside
 
 
+@given(st.lists(st.integers(len(SCHEME), 200), max_size=4), st.sampled_from(["\n", "\r\n", " ", "\n  "]))
+def test_line_breaks_of_a_chat_program_break_no_invite(places: list[int], broken: str) -> None:
+    whole = invite.format(DIGEST, ADDRESSES[:2])
+    text = whole
+    for place in sorted(places, reverse=True):
+        text = text[:place] + broken + text[place:]
+    assert invite.parse(text) == invite.parse(whole)
+
+
 @given(st.integers(1, len(ADDRESSES[0]) - 1))
 def test_an_address_that_is_cut_off_is_named_once_in_our_own_words(kept: int) -> None:
     with user_error(Exit.CONFIG) as trouble:

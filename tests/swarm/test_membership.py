@@ -15,7 +15,16 @@ from noloco_node.sim.network.link_model import Latency, NetworkConditions
 from noloco_node.sim.network.sim_network import SimNetwork, SimPeerNetwork
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord, Roster
-from noloco_node.swarm.stage_records import CLOCK_S, DhtRead, Published, decode_record, encode_record, is_doubtful
+from noloco_node.swarm.stage_records import (
+    CLOCK_ERROR_S,
+    CLOCK_S,
+    DhtRead,
+    PeerTable,
+    Published,
+    decode_record,
+    encode_record,
+    is_doubtful,
+)
 
 RUN = "run"
 WEATHER = NetworkConditions(latency=Latency(mean_s=0.05))
@@ -316,6 +325,25 @@ async def test_an_old_record_that_somebody_repeats_is_no_news() -> None:
         await network.publish(key, "m", stored(serial, record("m", 0, state=state)), 300.0 + 10 - serial)
         roster = await one.peek()
         assert [record.state for record in roster.stage(0)] == [PeerState.TRAINING] * 2
+
+
+@given(st.lists(st.sampled_from([None, 1, 2]), min_size=40, max_size=40))
+def test_a_dead_peer_is_believed_once_whichever_version_of_its_record_each_reading_finds(
+    found: list[int | None],
+) -> None:
+    table, lifetime_s, every_s = PeerTable(30.0), 30.0, 10.0
+    versions = {serial: Published(serial, record("m"), 1e9 + serial) for serial in (1, 2)}
+    believed = []
+    for number, serial in enumerate([2, *found]):
+        at_s = number * every_s
+        reading = DhtRead(at_s, 1e9 + at_s, youngest_at=1e9 + at_s, ages=True)
+        known = table.known.get("m")
+        raws = {} if serial is None or at_s > lifetime_s + CLOCK_ERROR_S else {"m": encode_record(versions[serial])}
+        is_news = bool(raws) and (known is None or versions[serial or 0].serial > known.published.serial)
+        table.take({"m": versions[serial or 0]} if is_news else {}, raws, reading)
+        believed.append("m" in table.believed)
+    assert believed == [at * every_s < lifetime_s for at in range(len(believed))]
+    assert not table.known, "it is forgotten once the DHT has nothing of it"
 
 
 @given(st.floats(0.0, 1e4), st.floats(-500.0, 500.0), st.floats(-500.0, 500.0))
