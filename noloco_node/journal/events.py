@@ -317,6 +317,7 @@ class _TextWait(_Event, frozen=True, tag="state"):
     waiting: str
 
 
+_UNREADABLE = (ValueError, RecursionError)  # the second: brackets nested without end
 _NAME: msgspec.json.Decoder[_Named] = msgspec.json.Decoder(_Named)
 _NODE_EVENT: msgspec.json.Decoder[NodeEvent] = msgspec.json.Decoder(NodeEvent)
 _TEXT_WAIT: msgspec.json.Decoder[_TextWait] = msgspec.json.Decoder(_TextWait)
@@ -339,13 +340,13 @@ def decode(line: bytes) -> Event | None:
     try:
         kind = _ROUND_EVENT.get(_NAME.decode(line).event)
         return _NODE_EVENT.decode(line) if kind is None else kind.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except _UNREADABLE:
         return _decode_text_wait(line)
 
 
 def _decode_text_wait(line: bytes) -> StateChanged | None:
     try:
         old = _TEXT_WAIT.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except _UNREADABLE:
         return None
     return StateChanged(at=old.at, state=old.state, waiting=Wait(WaitCause.OTHER, detail=old.waiting[:LONGEST_DETAIL]))

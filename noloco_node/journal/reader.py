@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
@@ -13,6 +14,8 @@ from noloco_node.errors import config_error, os_errors_as
 from noloco_node.journal.events import Event, decode
 from noloco_node.journal.writer import rotated
 from noloco_node.storage.home import JOURNAL
+
+LONGEST_LINE_BYTES = 2**20  # no event is that long
 
 
 def read(path: Path) -> Iterator[Event]:
@@ -29,15 +32,18 @@ def read(path: Path) -> Iterator[Event]:
                 halves.append(opened.enter_context(half.open("rb")))
         if len(halves) == 2 and os.path.sameopenfile(halves[0].fileno(), halves[1].fileno()):
             halves.pop()
-        for line in chain.from_iterable(reversed(halves)):
+        for line in chain.from_iterable(map(_lines, reversed(halves))):
             if (event := decode(line)) is not None:
                 yield event
 
 
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file, one without an end in parts: the disk may have filled it with zeros."""
+    return iter(partial(file.readline, LONGEST_LINE_BYTES), b"")
+
+
 class Tail:
     """Reads a journal while a node writes it: follows rotation, and awaits a missing file."""
-
-    CHUNK_BYTES = 2**20
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -50,15 +56,15 @@ class Tail:
         if self._file < 0 and not self._open():
             return []
         moved_on = self._moved_on()  # first: what is read after it is all that this file ever has
-        chunk = os.read(self._file, self.CHUNK_BYTES)
+        chunk = os.read(self._file, LONGEST_LINE_BYTES)
         if not chunk and moved_on:
             os.close(self._file)
             self._rest = b""
             if not self._open():
                 return []
-            chunk = os.read(self._file, self.CHUNK_BYTES)
+            chunk = os.read(self._file, LONGEST_LINE_BYTES)
         *lines, rest = (self._rest + chunk).split(b"\n")
-        self._rest = rest[-self.CHUNK_BYTES :]  # no event is that long: what is cut here would not decode anyway
+        self._rest = rest[-LONGEST_LINE_BYTES:]  # what is cut here would not decode anyway
         return [event for line in lines if line and (event := decode(line)) is not None]
 
     def close(self) -> None:

@@ -48,8 +48,7 @@ class Journal(AbstractContextManager["Journal"]):
         self._session: events.Started | None = None
         hint = "free some space, or give another directory with --home"
         with os_errors_as(storage_error, f"cannot open the journal {path}", hint):
-            self._file = _open(path)
-        self._size, self._torn = _size_and_torn(path)
+            self._file, self._torn = _opened(path)
 
     def write(self, event: Event) -> None:
         """Append `event` with the present time; an error of the disk loses it, and is not raised."""
@@ -69,11 +68,21 @@ class Journal(AbstractContextManager["Journal"]):
 
     def _write(self, event: Event, at: float) -> None:
         line = _line(event, at)
-        if self._file < 0 or (self._size and self._size + self._torn + len(line) > self._max_bytes):
-            self._rotate()
+        size, is_there = self._found()
+        if not is_there or (size and size + self._torn + len(line) > self._max_bytes):
+            self._rotate(replaces=is_there)
             if self._session is not None:
                 self._append(_line(events.Continued(**msgspec.structs.asdict(self._session)), at))
         self._append(line)
+
+    def _found(self) -> tuple[int, bool]:
+        """Return the bytes of the file, and whether it still lies where it belongs: its owner may move or remove it."""
+        if self._file < 0:
+            return 0, False
+        here = os.fstat(self._file)
+        with suppress(FileNotFoundError):
+            return here.st_size, os.path.samestat(here, os.stat(self._path))
+        return 0, False
 
     def _end_loss(self, at: float) -> None:
         """Say how many lines were lost, unless the disk refuses that as well."""
@@ -86,9 +95,7 @@ class Journal(AbstractContextManager["Journal"]):
 
     def _append(self, line: bytes) -> None:
         line = b"\n" * self._torn + line
-        written = os.write(self._file, line)
-        self._size += written
-        self._torn = written < len(line)
+        self._torn = os.write(self._file, line) < len(line)
         if self._torn:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -100,13 +107,14 @@ class Journal(AbstractContextManager["Journal"]):
             os.close(self._file)
         self._file, self._closed = -1, True
 
-    def _rotate(self) -> None:
-        if self._file >= 0:
+    def _rotate(self, *, replaces: bool = True) -> None:
+        """Begin a file; `replaces`: the present one becomes the older half."""
+        if replaces:
             os.replace(self._path, rotated(self._path))
+        if self._file >= 0:
             os.close(self._file)
             self._file = -1  # stays so when the next line raises, and the next write tries again
-        self._file = _open(self._path)
-        self._size, self._torn = 0, False
+        self._file, self._torn = _opened(self._path)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -121,17 +129,11 @@ def _line(event: Event, at: float) -> bytes:
     return msgspec.json.encode({**fields_of(event), "at": at}) + b"\n"
 
 
-def _open(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-
-
-def _size_and_torn(path: Path) -> tuple[int, bool]:
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        if size == 0:
-            return 0, False
-        file.seek(-1, os.SEEK_END)
-        return size, file.read(1) != b"\n"
+def _opened(path: Path) -> tuple[int, bool]:
+    """Return the descriptor of a file for appending, and whether its last line is torn."""
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+    size = os.fstat(file).st_size
+    return file, size > 0 and os.pread(file, 1, size - 1) != b"\n"
 
 
 ONE_BY_ONE = 32  # refusals and losses by one peer of one kind; of violations the first alone

@@ -170,7 +170,7 @@ class Assignment:
     async def train(self, leave: asyncio.Event) -> Ending:
         """Train until the assignment ends.
 
-        Raises, in a group, `DeviceLost` if the device fails for good, and `UserError` if its memory does not suffice.
+        Raises, in a group, `TrainingFailed` if device or program fail for good, `UserError` if memory does not suffice.
         """
         replica, work = self.replica, self._services.work
         self._reporter.say(f"training stage {replica.stage} from inner step {replica.inner_steps}")

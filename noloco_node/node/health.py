@@ -19,7 +19,7 @@ Conditions that last are also part of our record, so that `status` shows them fr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from typing import NamedTuple, NoReturn
 
@@ -39,6 +39,7 @@ TICK_S = 5.0
 REMIND_S = 300.0
 NEVER_SERVED_S = 60.0
 """No warning of a stage that no peer has served yet for this long, since swarms take time to begin."""
+OF_TRAINING = ("stall", "rounds")  # the conditions of the stage that we serve
 GRACE_S = 15.0  # after we were away, no peer is suspected for this long
 
 
@@ -214,6 +215,15 @@ class HealthMonitor:
         """The present conditions, each in few words."""
         return tuple(condition.brief for condition in self._conditions.values())
 
+    def leave_stage(self) -> None:
+        """Forget what was said of the training at a stage that we leave."""
+        self._forget(what for what in self._said if what in OF_TRAINING)
+
+    def _forget(self, names: Iterable[str]) -> None:
+        """Forget conditions whose end we shall not see: they are not called over."""
+        for what in tuple(names):
+            del self._said[what]
+
     async def run(self) -> NoReturn:
         while True:
             await asyncio.sleep(TICK_S)
@@ -259,8 +269,10 @@ class HealthMonitor:
         if since_s is not None and now_s - since_s >= LIFETIME_S:
             found["record"] = unlisted(now_s - since_s)
         over = run_over(roster.sources, roster.sources_finished)
-        for number in self._membership.watched:
-            if over or self._served_now()[number]:
+        watched = () if over else self._membership.watched
+        self._forget(what for what in self._said if what.startswith("stage ") and int(what[6:]) not in watched)
+        for number in watched:
+            if self._served_now()[number]:
                 self._served.add(number)
                 self._empty_since.pop(number, None)
                 continue

@@ -195,6 +195,7 @@ class Node:
         end = await assignment.run(leave)
         if isinstance(end.ending, assignments.MoveTo | assignments.RetrySnapshot):
             self.assignment = None
+            self._services.health.leave_stage()
         return end
 
     async def _begin(self, joining: Awaitable[Start | None], moves: int) -> assignments.Assignment | None:

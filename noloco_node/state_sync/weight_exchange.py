@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from noloco_node.network.calls import patient
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema, Violation
-from noloco_node.storage.weight_store import FilePieceKey, WeightStore, disk_errors, is_held
+from noloco_node.storage.weight_store import MOST_HELD_BYTES, FilePieceKey, WeightStore, disk_errors, is_held
 from noloco_node.tasks import loop_s
 from noloco_node.units import Count
 
@@ -32,6 +32,7 @@ STREAMS_SERVED = 32
 PATIENCE_S = 60.0  # for one message
 STANDS_STILL_S = 5.0  # if all streams are taken, one gives way whose peer has asked for nothing for so long
 ASK_AGAIN_S = 30.0  # after this time a peer may have new pieces
+SLOW_S = 20.0  # of a peer that takes so long for a piece the rest is asked only if no quicker one has it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,12 +120,14 @@ class WeightServer:
             async with patient(conversation, PATIENCE_S):
                 request = await conversation.receive()
             stream.since_s = loop_s()
-            content = await self._job(self._content, request)
+            while (content := await self._job(self._content, request)) is None:
+                pass  # a disk with gigabytes is looked at in many short jobs
             async with patient(conversation, PATIENCE_S):
                 await conversation.send(content)
             stream.since_s = loop_s()
 
-    def _content(self, request: object) -> FileContent:
+    def _content(self, request: object) -> FileContent | None:
+        """Return the reply; None as long as the store has not looked at all of the file that it lacks a piece of."""
         if not isinstance(request, FileDigestsRequest | FilePieceRequest):
             raise Violation(f"expected a request, got {type(request).__name__}")
         if not 0 <= request.file < len(self._store.files):
@@ -134,7 +137,7 @@ class WeightServer:
         key = FilePieceKey(request.file, request.number)
         if content := self._store.read(key):
             return FileContent(content=content)
-        return FileContent(content=b"", held=self._store.others_held(key))
+        return FileContent(content=b"", held=self._store.others_held(key)) if self._store.look(key.file) else None
 
 
 class WeightDownload:
@@ -150,6 +153,8 @@ class WeightDownload:
     ) -> None:
         self._network, self._store, self._job, self._tell, self._topic = network, store, job, tell, topic
         self._held: dict[tuple[str, int], _Held] = {}
+        self._slow: set[str] = set()
+        self._streams = Counter[str]()  # to each peer
         self._missing: deque[FilePieceKey] = deque()  # the pieces still to come, of `_count`
         self._count = 0
 
@@ -167,8 +172,9 @@ class WeightDownload:
                 async with self._network.talk(peer, self._topic, SCHEMA) as conversation:
                     for file in lacking:
                         reply = await _ask(conversation, FileDigestsRequest(file=file))
-                        if reply.content:
-                            await self._keep(peer, self._store.learn, file, reply.content)
+                        if not reply.content:
+                            break
+                        await self._keep(peer, self._store.learn, file, reply.content)
         return all(self._store.digests(file) is not None for file in range(len(self._store.files)))
 
     async def pieces(self, keys: Sequence[FilePieceKey], peers: Sequence[str]) -> bool:
@@ -186,17 +192,23 @@ class WeightDownload:
         return not await self._job(self._store.missing, keys)
 
     async def _stream(self, peers: Sequence[str]) -> None:
-        for peer in peers:
-            if not any(self._may_have(peer, key) for key in self._missing):
+        left = list(peers)
+        while left:
+            peer = min(left, key=self._inconvenience)
+            left.remove(peer)
+            if not self._may_have_any(peer):
                 continue
+            self._streams[peer] += 1
             with suppress(ConnectionError, TimeoutError):
                 async with self._network.talk(peer, self._topic, SCHEMA) as conversation:
-                    await self._drain(conversation)
+                    await self._drain(conversation, left)
+            self._streams[peer] -= 1
 
-    async def _drain(self, conversation: Conversation) -> None:
+    async def _drain(self, conversation: Conversation, left: list[str]) -> None:
+        """Fetch what a peer has; put it behind the peers that are `left` if it is slow and another may be quicker."""
         peer = conversation.peer
         while (key := self._take(peer)) is not None:
-            came = False
+            came, asked_s = False, loop_s()
             try:
                 reply = await _ask(conversation, FilePieceRequest(file=key.file, number=key.number))
                 if reply.content:
@@ -204,12 +216,17 @@ class WeightDownload:
                     came = True
                     self._tell(self._count - len(self._missing), self._count)
                 else:
-                    self._held[peer, key.file] = _Held(loop_s(), reply.held)
+                    self._held[peer, key.file] = _Held(loop_s(), reply.held[:MOST_HELD_BYTES])
                     if is_held(reply.held, key.number):
                         raise Violation(f"{peer} does not give a piece that it says it has")
             finally:
                 if not came:
                     self._missing.append(key)
+            if loop_s() - asked_s > SLOW_S:
+                self._slow.add(peer)
+                if any(other not in self._slow and self._may_have_any(other) for other in left):
+                    left.append(peer)
+                    return
 
     def _take(self, peer: str) -> FilePieceKey | None:
         """Take the next of the missing pieces to ask a peer for; None if there is none."""
@@ -219,6 +236,13 @@ class WeightDownload:
                 return key
             self._missing.append(key)
         return None
+
+    def _inconvenience(self, peer: str) -> tuple[bool, int]:
+        """Return how late to ask a peer: the first listed first, but where some are slow the streams spread."""
+        return peer in self._slow, self._streams[peer] if self._slow else 0
+
+    def _may_have_any(self, peer: str) -> bool:
+        return any(self._may_have(peer, key) for key in self._missing)
 
     def _may_have(self, peer: str, key: FilePieceKey) -> bool:
         """Say whether to ask a peer for a piece: the peer says that it has it, or has said nothing for a while."""

@@ -153,7 +153,7 @@ def locked_aside(directory: Path) -> Iterator[Path]:
     lock = _lock(aside, directory)
     try:
         for left in aside.iterdir():
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
         yield aside
     finally:
         if _is_held(lock, aside):

@@ -61,7 +61,7 @@ class CheckpointStore:
     def load(self, stage: int) -> Checkpoint | None:
         """Return our last whole checkpoint of a stage, or None."""
         for directory in (self._present, self._former / str(stage)):
-            for path, counters in self._of_run(directory):
+            for path, counters in of_run(directory, self._run_id, self._complain):
                 # Another peer's weights come without momenta.
                 if counters.stage == stage and (directory == self._present or counters.peer == self._peer):
                     found = load_whole(path, self._complain)
@@ -154,6 +154,7 @@ class CheckpointWriter:
         self._last = LastCheckpoint(None, loop_s(), 0.0)
         self._saved_s = self._said_s = loop_s()
         self._said_once = False
+        self._kept: tuple[Counters | None, str] = None, ""  # of the last checkpoint that the disk took, where it lies
         self._trouble: str | None = None
 
     @property
@@ -185,7 +186,10 @@ class CheckpointWriter:
             del checkpoint  # until the next one its weights would stay, which the replica may have left for a copy
 
     async def finish(self, checkpoint: Checkpoint) -> bool:
-        """Write the last checkpoint, after the one that is being written; say whether the disk took it."""
+        """Write the last checkpoint, after the one that is being written; say whether the disk took it.
+
+        The replica may not have trained since the one before: a checkpoint with the same counters is not written twice.
+        """
         if self._waiting is not None:
             self._waiting.read()
             self._waiting = None
@@ -194,8 +198,10 @@ class CheckpointWriter:
     async def _write(self, checkpoint: Checkpoint, *, last: bool) -> bool:
         async with self._turn:
             began_s, cause = loop_s(), None
+            is_there = last and self._trouble is None and self._kept[0] == checkpoint.counters
             try:
-                where = await self._save(checkpoint)
+                where = self._kept[1] if is_there else await self._save(checkpoint)
+                self._kept = checkpoint.counters, where
             except (OSError, MemoryError, RuntimeError) as error:
                 # A lost device may fail here first. Its next job reports it, and the node saves what main memory holds.
                 cause = one_line(reason_of(error) or type(error).__name__)

@@ -75,8 +75,10 @@ class RunPaths:
 def typed(path: str | os.PathLike[str]) -> Path:
     """Return a path that a person typed, or a stranger: `~` is a home directory where the system knows its user.
 
-    Raises `UserError` (USAGE) for an empty text, which would mean the current directory.
+    Raises `UserError` (USAGE) for an empty text, which would mean the current directory, and for what is no path.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise usage_error(f"{path!r} is no path.", f"it is of the type {type(path).__name__}", "a text, or a Path")
     if not os.fspath(path):
         raise usage_error(
             "A path is empty.",
@@ -112,6 +114,12 @@ class HomePaths(RunPaths):
     def places_of(self, run_id: str) -> tuple[RunPaths, ...]:
         """Return where files of a run may lie: here, if this is the directory of a run itself, or in its directory."""
         return self, self.run(run_id)
+
+    @property
+    def journals(self) -> tuple[Path, ...]:
+        """Where events of a run may be told: here or, if this is the directory of a run itself, in its home."""
+        runs = self.path.absolute().parent
+        return self.journal, *([runs.parent / JOURNAL] if runs.name == RUNS else [])
 
     def enter(self, run_id: str) -> RunPaths:
         """Return the directory of a run, made if it is missing; raise `UserError` (STORAGE) if the disk refuses."""

@@ -12,6 +12,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -24,7 +25,10 @@ from noloco_node.units import format_bytes
 
 PIECE_BYTES = 2**19  # of a file in one message; its last piece may be shorter
 LARGEST_FILE_BYTES = 15 * 2**30  # of which the digests of all pieces fit into one message
+MOST_HELD_BYTES = LARGEST_FILE_BYTES // PIECE_BYTES // 8  # of what a peer says of one file
 DIGEST_BYTES = 32
+LOOKED_AT_ONCE = 128  # pieces of an earlier process in one job: others wait meanwhile
+_HERE, _ABSENT = b"10"
 
 
 class WeightFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,8 +56,9 @@ class WeightStore:
     def __init__(self, directory: Path, files: Sequence[WeightFile], most_bytes: int | None = None) -> None:
         self.directory, self.files, self._most_bytes = directory, tuple(files), most_bytes
         self._digests: dict[int, bytes] = {}
-        self._right: set[FilePieceKey] = set()
-        self._looked_at: set[int] = set()
+        self._right: dict[int, bytearray] = {}
+        """Which pieces of a file are here and right, a digit for each, as far as its digests are known."""
+        self._looked = [0] * len(self.files)  # the pieces of each file that `look` has seen
 
     @classmethod
     def filling(cls, directory: Path, files: Sequence[WeightFile], most_bytes: int | None = None) -> WeightStore:
@@ -86,8 +91,8 @@ class WeightStore:
                 store._learn(number, content)
             except ValueError:
                 raise _not_these(directory, f"{file.file} is another file than the run file lists") from None
-            store._right.update(store._pieces(number))
-            store._looked_at.add(number)
+            store._right[number][:] = b"1" * files[number].pieces
+            store._looked[number] = files[number].pieces
         return store
 
     def digests(self, file: int) -> bytes | None:
@@ -105,31 +110,34 @@ class WeightStore:
         known = self._digests.get(key.file)
         if known is None or not 0 <= key.number < self.files[key.file].pieces:
             return None
+        start, data = key.number * PIECE_BYTES, b""
         try:
             with (self.directory / self.files[key.file].file).open("rb") as file:
-                file.seek(key.number * PIECE_BYTES)
-                data = file.read(PIECE_BYTES)
+                size = min(PIECE_BYTES, self.files[key.file].size_bytes - start)
+                if self._expected(key) == _of_zeros(size) or not _is_hole(file.fileno(), start, size):
+                    file.seek(start)
+                    data = file.read(PIECE_BYTES)
         except OSError:
             return None
-        if hashlib.sha256(data).digest() == self._expected(key):
-            return data
-        self._right.discard(key)
-        return None
+        is_right = bool(data) and hashlib.sha256(data).digest() == self._expected(key)
+        self._right[key.file][key.number] = _HERE if is_right else _ABSENT
+        return data if is_right else None
+
+    def look(self, file: int) -> bool:
+        """Look at some more of what an earlier process left of a file; say whether all of it has been looked at."""
+        first, pieces = self._looked[file], self.files[file].pieces
+        if file in self._digests and first < pieces:
+            self._looked[file] = first + LOOKED_AT_ONCE
+            self.missing([FilePieceKey(file, n) for n in range(first, min(first + LOOKED_AT_ONCE, pieces))])
+        return file not in self._digests or self._looked[file] >= pieces
 
     def others_held(self, lacking: FilePieceKey) -> bytes:
-        """Return which other pieces of a file are here, a bit for each (see `is_held`); nothing if none is.
-
-        The first call looks at all that an earlier process left of the file.
-        """
-        file = lacking.file
-        if file not in self._looked_at and file in self._digests:
-            self.missing(self._pieces(file))
-            self._looked_at.add(file)
-        found = bytearray(-(-self.files[file].pieces // 8))
-        for key in self._pieces(file):
-            if key in self._right and key != lacking:
-                found[key.number // 8] |= 1 << key.number % 8
-        return bytes(found) if any(found) else b""
+        """Return which other pieces of a file are here, a bit for each (see `is_held`); nothing if none is known."""
+        digits = bytearray(self._right.get(lacking.file, b""))
+        if lacking.number < len(digits):
+            digits[lacking.number] = _ABSENT
+        found = int(digits[::-1] or b"0", 2)
+        return found.to_bytes(-(-len(digits) // 8), "little") if found else b""
 
     def write(self, key: FilePieceKey, data: bytes) -> None:
         """Take a piece; raise ValueError if its digest is wrong, `OSError` if the disk refuses."""
@@ -142,12 +150,15 @@ class WeightStore:
             write_all(descriptor, data, key.number * PIECE_BYTES)
         finally:
             os.close(descriptor)
-        self._right.add(key)
+        self._right[key.file][key.number] = _HERE
 
     def missing(self, keys: Sequence[FilePieceKey]) -> list[FilePieceKey]:
-        found = [key for key in keys if key not in self._right and self.read(key) is None]
-        self._right |= set(keys) - set(found)
-        return found
+        right = self._right
+        return [
+            key
+            for key in keys
+            if not (key.file in right and right[key.file][key.number] == _HERE) and self.read(key) is None
+        ]
 
     def check_room(self, pieces: int) -> None:
         """Raise `OSError` if so many more pieces have no room on the disk, or are not allowed."""
@@ -211,6 +222,7 @@ class WeightStore:
         if len(digests) != DIGEST_BYTES * described.pieces or hashlib.sha256(digests).hexdigest() != described.digest:
             raise ValueError(f"these are not the digests of {described.file}")
         self._digests[file] = digests
+        self._right.setdefault(file, bytearray(b"0" * described.pieces))
 
     def _expected(self, key: FilePieceKey) -> bytes:
         return self._digests[key.file][DIGEST_BYTES * key.number : DIGEST_BYTES * (key.number + 1)]
@@ -222,6 +234,19 @@ class WeightStore:
 def is_held(held: bytes, number: int) -> bool:
     """Say whether a piece is among those that `WeightStore.others_held` returned."""
     return number // 8 < len(held) and bool(held[number // 8] >> number % 8 & 1)
+
+
+def _is_hole(descriptor: int, start: int, size: int) -> bool:
+    """Say whether nothing was ever written there: to hash gigabytes of zeros would take minutes."""
+    try:
+        return os.lseek(descriptor, start, os.SEEK_DATA) >= start + size
+    except OSError as error:
+        return error.errno == errno.ENXIO  # no data from there to the end; of other errors we learn nothing
+
+
+@lru_cache(64)
+def _of_zeros(size: int) -> bytes:
+    return hashlib.sha256(bytes(size)).digest()
 
 
 def piece_digests(path: Path) -> bytes:

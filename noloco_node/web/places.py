@@ -26,7 +26,7 @@ class ServedPlace(NamedTuple):
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
-            return self.host == "localhost"
+            return self.host.lower() == "localhost"
 
     def is_meant(self, host: str) -> bool:
         """Say whether a request's `Host` is an address or our own name.
@@ -34,7 +34,7 @@ class ServedPlace(NamedTuple):
         A page of another host could make its reader's browser ask us under a name of that host.
         """
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
-        if name in ("localhost", self.host):
+        if name.lower() in ("localhost", self.host.encode("idna").decode().lower()):  # as a browser writes it
             return True
         try:
             ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))

@@ -105,6 +105,8 @@ async def _listening(
         access_log=None,
         shutdown_timeout=1.0,
         keepalive_timeout=REQUEST_S,  # which begins with the connection: so a request must arrive within it
+        lingering_time=REQUEST_S,  # for the rest of a body that nobody asked for
+        auto_decompress=False,  # a few bytes of a stranger could stand for many
         max_line_size=bounds.line_bytes,
         max_field_size=bounds.line_bytes,
         max_headers=bounds.headers,

@@ -14,6 +14,7 @@ from noloco_node.journal import events
 from noloco_node.journal.writer import Journal
 from noloco_node.run.peer_state import Evaluation
 from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary
+from noloco_node.storage.home import HomePaths
 
 RUN = '[model]\narchitecture = "llama"\nsizes = { vocab_size = 384, hidden_size = 32 }\n'
 
@@ -86,6 +87,7 @@ def test_evaluations_are_those_of_the_run_and_a_home_counts_before_what_others_t
     with Journal(tmp_path / "journal.jsonl") as journal:
         for event in (done, began, done, events.Started(peer="p", stage=0, run="other", version="1"), done):
             journal.write(event)
-    found = evaluations_of([tmp_path], "r", [evaluation(3), evaluation(2)])
-    assert [(each.number, each.loss) for each in found] == [(2, 1.0), (3, 2.0)]
+    for place in (tmp_path, HomePaths(tmp_path).run("r").path):  # export --from-home takes the directory of a run too
+        found = evaluations_of([place], "r", [evaluation(3), evaluation(2)])
+        assert [(each.number, each.loss) for each in found] == [(2, 1.0), (3, 2.0)]
     assert evaluations_of([tmp_path], "none") == ()

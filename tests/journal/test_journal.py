@@ -14,6 +14,7 @@ from user_errors import user_error
 
 from gossip.interface import OuterStepTaken, RoundSkipped
 from noloco_node.errors import Exit
+from noloco_node.journal import reader
 from noloco_node.journal.events import (
     Continued,
     Finished,
@@ -25,7 +26,7 @@ from noloco_node.journal.events import (
     decode,
     fields_of,
 )
-from noloco_node.journal.reader import Tail, read
+from noloco_node.journal.reader import LONGEST_LINE_BYTES, Tail, read
 from noloco_node.journal.writer import TAKEN_S, Journal, rotated
 from noloco_node.run.peer_state import LONGEST_DETAIL, PeerState, Wait, WaitCause
 
@@ -204,6 +205,64 @@ def test_rotation_that_fails_drops_events_and_grows_nothing(tmp_path: Path, monk
         assert path.stat().st_size <= 500
         journal.write(step(99))
     assert steps(path)[-1] == 99
+
+
+@given(st.lists(st.sampled_from(["write", "remove", "move", "empty", "replace"]), max_size=60))
+def test_a_journal_that_its_owner_moves_or_removes_goes_on_where_it_belongs(story: list[str]) -> None:
+    begun = Started(peer="p", stage=1, run="r", version="1")
+    with tempfile.TemporaryDirectory() as directory:
+        path, away = Path(directory) / "journal.jsonl", Path(directory) / "away.jsonl"
+        with Journal(path, max_bytes=700) as journal:
+            journal.write(begun)
+            for number, what in enumerate(story):
+                if path.exists():
+                    match what:
+                        case "remove":
+                            path.unlink()
+                        case "move":
+                            path.replace(away)
+                        case "empty":
+                            os.truncate(path, 0)
+                        case "replace":
+                            away.write_bytes(b"of its owner, without an end")
+                            away.replace(path)
+                journal.write(step(number))
+                assert steps(path)[-1] == number
+                assert path.stat().st_size <= 800
+            if story[-1:] == ["remove"]:
+                assert any(isinstance(event, Continued) for event in read(path)), "a new file says whose it is"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes another user's part")
+def test_a_journal_that_cannot_be_read_back_says_so(tmp_path: Path) -> None:
+    """Its last line may be torn, and nobody can tell."""
+    path = tmp_path / "journal.jsonl"
+    path.touch(0o200)
+    for each in (path, tmp_path):
+        os.chown(each, 65534, 65534)
+    for each in tmp_path.parents[:2]:
+        each.chmod(0o755)
+    os.seteuid(65534)
+    try:
+        with user_error(Exit.STORAGE):
+            Journal(path)
+    finally:
+        os.seteuid(0)
+
+
+@given(
+    before=st.lists(st.sampled_from([(b"[", 200_000), (b"\0", 3_000_000), (b"{", 9), (b"9", 9000)]), max_size=3),
+    ends=st.sampled_from([b"\n", b""]),
+)
+def test_whatever_stands_in_a_journal_is_passed_over(before: list[tuple[bytes, int]], ends: bytes) -> None:
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        path, sizes = Path(directory) / "journal.jsonl", list[int]()
+        patch.setattr(reader, "decode", lambda line: (sizes.append(len(line)), decode(line))[1])
+        path.write_bytes(b"".join(b'{"event":"inner_step","x":' + what * often + ends for what, often in before))
+        with Journal(path) as journal:
+            journal.write(step(7))
+        assert steps(path) == [7]
+        assert max(sizes) <= LONGEST_LINE_BYTES
 
 
 def test_a_closed_journal_takes_nothing_and_raises_nothing(tmp_path: Path) -> None:

@@ -208,6 +208,17 @@ async def test_what_cannot_be_seen_any_more_is_not_called_over() -> None:
     assert scene.said[3:] == ["stage 1 is served again"]
 
 
+async def test_a_stage_that_is_watched_no_more_is_not_called_served() -> None:
+    scene = await watched()
+    scene.peer("b", 2)
+    await until(lambda: bool(scene.about("stage 1 has had no replica for")))
+    scene.membership.focus((2,))
+    await asyncio.sleep(100)
+    assert 1 not in scene.membership.watched
+    assert not scene.about("stage 1 is served again")
+    assert not scene.watch.trouble
+
+
 @given(st.sampled_from(["slept", "stood still", "set"]), st.floats(30.0, 1e6), st.booleans())
 @settings(max_examples=15)
 async def test_a_sleep_and_a_set_clock_are_said_and_cost_nobody_his_place(how: str, seconds: float, back: bool) -> None:

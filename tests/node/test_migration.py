@@ -23,9 +23,11 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.machine.interface import StageModel
 from noloco_node.network.interface import Conversation
+from noloco_node.node.health import OF_TRAINING, TICK_S, Condition
 from noloco_node.node.microbatches import MicrobatchServer
 from noloco_node.node.migration import MigrationWatcher
 from noloco_node.node.replica import Replica
+from noloco_node.node.reporting import ProgressReporter
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.hardware.memory_host import MemoryStore
 from noloco_node.sim.network.sim_network import SimNetwork
@@ -357,6 +359,24 @@ async def test_a_meeting_that_is_still_answered_keeps_no_replica_that_moves(monk
     assert mover.of(OuterStepTaken), "it has met others, who may have asked it"
     gc.collect()
     assert replicas[mover.name]() is None
+    await asked_to_leave(*peers)
+
+
+async def test_what_stood_still_at_a_stage_is_not_called_over_at_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stalled(self: ProgressReporter, explained: bool) -> dict[str, Condition]:
+        return {what: Condition(what, what, "over") for what in OF_TRAINING} if self._replica.stage == 0 else {}
+
+    monkeypatch.setattr(ProgressReporter, "conditions", stalled)
+    hub, what = SimNetwork(), recipe(replicas=3, steps=4000, per_round=3)
+    names = ("a0", "b0", "c0", "d0", "e1")
+    peers = [Peer(hub, what, name, int(name[1]), job_s=0.5, moves=True) for name in names]
+    await until(lambda: any(peer.of(events.Moved) for peer in peers))
+    (mover,) = [peer for peer in peers if peer.of(events.Moved)]
+    await until(lambda: len(mover.stages) == 2)
+    await asyncio.sleep(3 * TICK_S)
+    noticed = [each for each in mover.of(events.Noticed) if each.what in OF_TRAINING]
+    assert noticed
+    assert not any(each.over for each in noticed)
     await asked_to_leave(*peers)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from toy_gossip import at_once
 
 from noloco_node.errors import Exit, UserError, user_error_of
@@ -17,7 +18,8 @@ from noloco_node.network.interface import Conversation
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync import weight_exchange
 from noloco_node.state_sync.weight_exchange import SCHEMA, TOPIC, FileContent, WeightDownload, WeightServer
-from noloco_node.storage.weight_store import PIECE_BYTES, FilePieceKey, WeightStore, described
+from noloco_node.storage import weight_store
+from noloco_node.storage.weight_store import MOST_HELD_BYTES, PIECE_BYTES, FilePieceKey, WeightStore, described
 from noloco_node.tasks import loop_s
 
 
@@ -255,6 +257,84 @@ async def test_peers_that_take_all_streams_keep_no_newcomer_out(tmp_path: Path, 
     assert loop_s() - begun < 30.0
     for holder in holders:
         holder.cancel()
+
+
+@pytest.mark.parametrize("slow", [1, 4, 9])
+async def test_peers_that_give_slowly_hold_nobody_up_and_are_enough_alone(tmp_path: Path, slow: int) -> None:
+    crowd, names, taken_s = Crowd(tmp_path, 24), [f"slow {number}" for number in range(slow)], 50.0
+
+    async def give(conversation: Conversation) -> None:
+        while True:
+            number = (await conversation.receive()).number
+            await asyncio.sleep(taken_s)
+            await conversation.send(FileContent(content=crowd.whole.read(crowd.keys[number]) or b""))
+
+    for name in names:
+        await crowd.hub.network(name).serve(TOPIC, SCHEMA, give)
+    await crowd.owner()
+    took_s = []
+    for peers in ([*names, "owner"], names):
+        begun, network = loop_s(), crowd.hub.network(f"newcomer of {len(peers)}")
+        assert await WeightDownload(network, crowd.store(network.peer_id), at_once).pieces(crowd.keys, peers)
+        took_s.append(loop_s() - begun)
+    assert took_s[0] < (2 + slow / weight_exchange.STREAMS) * taken_s
+    assert took_s[1] < 24 / min(slow, weight_exchange.STREAMS) * taken_s + 10.0, (
+        "no stream leaves a peer where all are slow"
+    )
+
+
+async def test_what_a_peer_says_that_it_has_takes_no_more_memory_than_the_largest_file_needs(tmp_path: Path) -> None:
+    crowd = Crowd(tmp_path)
+
+    async def boast(conversation: Conversation) -> None:
+        while True:
+            await conversation.receive()
+            await conversation.send(FileContent(content=b"", held=bytes(2**19)))
+
+    await crowd.hub.network("boaster").serve(TOPIC, SCHEMA, boast)
+    download = WeightDownload(crowd.hub.network("newcomer"), crowd.store("newcomer"), at_once)
+    assert not await download.pieces(crowd.keys, ["boaster"])
+    assert sum(len(each.pieces) for each in download._held.values()) <= MOST_HELD_BYTES
+
+
+async def test_a_peer_without_the_digests_of_a_file_is_not_asked_for_those_of_the_next(tmp_path: Path) -> None:
+    """It may take a minute for each answer, and a checkpoint may have hundreds of files."""
+    crowd, asked = Crowd(tmp_path), Counter[int]()
+
+    async def nothing(conversation: Conversation) -> None:
+        while True:
+            asked[(await conversation.receive()).file] += 1
+            await conversation.send(FileContent(content=b""))
+
+    await crowd.hub.network("empty").serve(TOPIC, SCHEMA, nothing)
+    files = [structs.replace(crowd.file, file=f"{number}.safetensors") for number in range(9)]
+    store = WeightStore.filling(tmp_path / "newcomer", files)
+    assert not await WeightDownload(crowd.hub.network("newcomer"), store, at_once).digests(["empty"])
+    assert asked == {0: 1}
+
+
+async def test_a_disk_that_an_earlier_process_filled_is_looked_at_in_short_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_store, "LOOKED_AT_ONCE", 4)
+    crowd, most = Crowd(tmp_path, 24), 0
+    crowd.store("half", range(12))
+    half = crowd.store("half")
+
+    async def job(function: Callable[..., Any], *arguments: Any) -> Any:
+        nonlocal most
+        with monkeypatch.context() as patch:
+            read, count = half.read, Counter[str]()
+            patch.setattr(half, "read", lambda key: (count.update(["read"]), read(key))[1])
+            found = function(*arguments)
+        most = max(most, count["read"])
+        return found
+
+    await crowd.hub.network("half").serve(TOPIC, SCHEMA, WeightServer(half, job).serve)
+    store = crowd.store("newcomer")
+    assert not await WeightDownload(crowd.hub.network("newcomer"), store, at_once).pieces(crowd.keys, ["half"])
+    assert store.missing(crowd.keys) == crowd.keys[12:]
+    assert most == 5
 
 
 async def test_a_disk_that_refuses_ends_it_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,12 @@
 """Checkpoints: one whole file or none, and one whole file always."""
 
+import asyncio
 import errno
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ from small_stages import INNER, cuts, make_stage, prepared
 from benchmarks.robustness.kill_checkpoint import kill_many
 from noloco_node.storage import atomic_file
 from noloco_node.storage.checkpoint import KEPT, Checkpoint, files, load, load_latest, save
+from noloco_node.storage.checkpoint_store import CheckpointStore
 
 
 def checkpoint(steps: int, run_id: str = "run") -> Checkpoint:
@@ -73,6 +76,17 @@ def test_the_last_few_written_are_kept_whatever_they_count(
         assert len(list(directory.iterdir())) == min(number + 1, keep)
 
 
+@given(st.from_regex(r"[0-9 a-z.-]{1,17}\.safetensors", fullmatch=True))
+def test_a_file_of_its_owner_beside_them_stays_as_it_is(name: str) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        own = Path(place) / name
+        own.write_bytes(b"a copy of the best one")
+        for step in range(3):
+            save(Path(place), checkpoint(step), keep=1)
+        assert own.read_bytes() == b"a copy of the best one"
+        assert [load(path).counters.inner_steps for path in files(Path(place))] == [2]
+
+
 def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".00000001-0000000001.safetensors.aside").write_bytes(b"half")
     assert load_latest(tmp_path, "run") is None
@@ -100,6 +114,11 @@ def test_a_damaged_file_costs_nothing_but_itself(tmp_path_factory: pytest.TempPa
     # Where the damage made it another run's checkpoint, it is passed over without a word.
     assert len(complaints) <= 1
     assert all(newer.name in complaint for complaint in complaints)
+    told: list[str] = []
+    store = CheckpointStore(directory, directory / "former", "run", "me", told.append)
+    assert asyncio.run(store.load(loaded.counters.stage)).counters.inner_steps == 1
+    # Where the damage made it another stage's, of that stage nothing is told.
+    assert told == complaints or (len(raw) > place and rb"\"stage\":%d," % loaded.counters.stage not in raw)
 
 
 @pytest.mark.parametrize("refuses", ["space", "write", "rename"])

@@ -112,6 +112,27 @@ async def test_the_last_one_waits_for_the_one_before_it_and_is_always_said() -> 
     assert [line.split()[0] for line in (said)] == ["saved", "saved", "could", "could"]
 
 
+@given(st.lists(st.tuples(st.integers(1, 3), st.booleans()), max_size=4), st.integers(1, 3), st.booleans())
+async def test_the_last_one_is_written_unless_the_disk_has_it(
+    rounds: list[tuple[int, bool]], round: int, waits: bool
+) -> None:
+    """`rounds`: those of earlier checkpoints, and whether the disk refuses them."""
+    disk, said = Disk(1.0), list[str]()
+    saving = CheckpointWriter(disk.save, said.append, said.append, every_s=60.0)
+    async with background(saving.run()):
+        for number, disk.refuses in rounds:
+            saving.begin(checkpoint(number))
+            await asyncio.sleep(2.0)
+        disk.refuses = False
+        before, is_there = list(disk.written), rounds[-1:] == [(round, False)]
+        if waits:  # it is being written when it is to be the last one
+            saving.begin(checkpoint(round))
+            await asyncio.sleep(0.5)
+        assert await saving.finish(checkpoint(round))
+    assert disk.written == before + [round] * (waits or not is_there)
+    assert said[-1].startswith("saved there")
+
+
 async def test_the_writer_keeps_no_weights_between_two_checkpoints() -> None:
     """The masters of a replica move on to a copy under a step: what it has left is to be free."""
     saving = CheckpointWriter(Disk(0.1).save, lambda _: None, lambda _: None, every_s=60.0)

@@ -86,6 +86,13 @@ def test_a_unit_starts_again_only_what_time_may_heal(path: Path) -> None:
     assert service["KillMode"] == "mixed"
 
 
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
+def test_a_node_sees_the_devices_of_its_machine_and_a_bootstrap_peer_none(path: Path) -> None:
+    """A list of allowed devices shuts out all others, and before systemd 253 `ProtectClock` made such a list."""
+    closing = re.findall(r"^(PrivateDevices|DevicePolicy|DeviceAllow|ProtectClock)=", path.read_text(), re.MULTILINE)
+    assert closing == ([] if path.stem == "noloco-node" else ["PrivateDevices", "ProtectClock"])
+
+
 def test_docker_restarts_by_the_same_exit_codes_as_systemd() -> None:
     rule = re.search(r"Exit codes ([\d, ]+) and (\d+) need a person", (ROOT / "docker" / "README.md").read_text())
     assert {*map(int, rule[1].split(",")), int(rule[2])} == NEEDS_A_PERSON - NO_SERVICE

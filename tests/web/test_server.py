@@ -4,9 +4,12 @@ import asyncio
 import contextlib
 import json
 import re
+import socket
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import aiohttp
@@ -25,13 +28,16 @@ from noloco_node.observe.playback import Playback
 from noloco_node.swarm.invite import SCHEME
 from noloco_node.tasks import background
 from noloco_node.web import server
-from noloco_node.web.places import PagePlace, ServedPlace, kept_token, metrics_place
+from noloco_node.web.places import PagePlace, ServedPlace, kept_token, metrics_place, parse_place
 from noloco_node.web.server import FILES, HEADERS, OF_METRICS, Page, metrics_served, page_in_thread, page_served
 
 pytestmark = pytest.mark.real_time
 WHOLE_BYTES = 150_000
 OWN = PagePlace(ServedPlace("127.0.0.1", 0), "0123456789abcdef0123456789abcdef")
 OPEN = PagePlace(ServedPlace("127.0.0.1", 0), "")
+HEAD = f"GET /{OWN.token}/%b HTTP/1.1\r\nHost: localhost\r\n".encode()
+WHOLE_LINE_BYTES = 64 * 2**20  # many times what the system keeps of a connection
+PATIENCE = 1000  # turns of the loop in which nothing more is taken
 
 
 @pytest.fixture(autouse=True)
@@ -138,7 +144,7 @@ async def test_a_reader_that_takes_nothing_is_let_go(said: list[str], monkeypatc
             await asyncio.sleep(0)
 
     async with served(said) as (page, url, session), asyncio.timeout(LAST_RESORT_S):
-        port = int(url.split(":")[2].partition("/")[0])
+        port = port_of(url)
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1000)
         writer.write(f"GET /{OWN.token}/events HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         await reader.readline()
@@ -175,7 +181,7 @@ def test_a_share_is_a_place_in_the_recording(share: float) -> None:
 
 async def test_a_taken_port_is_one_sentence(said: list[str]) -> None:
     async with served(said) as (_, url, _session):
-        place = ServedPlace("127.0.0.1", int(url.split(":")[2].partition("/")[0]))
+        place = ServedPlace("127.0.0.1", port_of(url))
         with user_error(Exit.PORT_TAKEN, r"Cannot serve --web at 127\.0\.0\.1:\d+\."):
             async with page_served(PagePlace(place, "")):
                 pass
@@ -256,6 +262,15 @@ def test_a_wrong_place_is_refused_before_anything_is_begun(tmp_path: Path, optio
     assert not (tmp_path / "h").exists()
 
 
+@given(st.sampled_from(["MyHost.local", "bücher.example", "LOCALHOST", "127.0.0.1", "[::1]"]), st.randoms())
+def test_a_name_that_the_owner_gave_is_known_as_a_browser_writes_it(host: str, random: Random) -> None:
+    place = parse_place(f"{host}:80", "--web")
+    asked = "".join(random.choice((each.lower(), each.upper())) for each in place.host.encode("idna").decode())
+    bare = f"[{asked}]" if ":" in asked else asked
+    assert all(map(place.is_meant, (bare, f"{bare}:80")))
+    assert not place.is_meant(f"{bare}.example:80")
+
+
 @asynccontextmanager
 async def scraped(said: list[str]) -> AsyncIterator[int]:
     async with metrics_served(ServedPlace("127.0.0.1", 0), "run") as metrics:
@@ -319,8 +334,48 @@ async def test_a_request_that_does_not_come_is_not_waited_for(said: list[str], m
     monkeypatch.setattr(server, "REQUEST_S", 0.05)
 
     async with scraped(said) as port, served(said) as (_, url, _session):
-        page_port = int(url.split(":")[2].partition("/")[0])
+        page_port = port_of(url)
         for each in (port, page_port):
             assert await ask(each, b"GET /metrics HTTP/1.1\r\nHost: loc") == b""
         body = f"POST /{OWN.token}/key HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx"
         assert await ask(page_port, body.encode()) == b""
+
+
+async def test_a_body_that_nobody_asked_for_is_hardly_waited_for(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "REQUEST_S", 0.05)
+
+    async with served(said) as (_, url, _session), asyncio.timeout(8.0):  # aiohttp waits for ten seconds
+        answer = await ask(port_of(url), HEAD % b"" + b"Content-Length: 9\r\n\r\nx")
+    assert answer.startswith(b"HTTP/1.1 200")
+
+
+async def test_a_body_is_not_unpacked(said: list[str]) -> None:
+    async with served(said, takes_keys=True) as (page, url, session):
+        packed = zlib.compress(b"pause")
+        async with session.post(f"{url}key", data=packed, headers={"Content-Encoding": "deflate"}) as response:
+            assert (response.status, page.pressed()) == (400, [])
+
+
+@pytest.mark.parametrize(
+    ("ends", "more"), [(b"", HEAD % b"x" + b"\r\n"), (b"Upgrade: x\r\nConnection: upgrade\r\n", b"x")]
+)
+async def test_what_comes_behind_a_request_is_not_kept(said: list[str], ends: bytes, more: bytes) -> None:
+    """A reader of the frames could fill the memory of the node otherwise."""
+    async with served(said) as (_, url, _session):
+        with socket.create_connection(("127.0.0.1", port_of(url))) as line:
+            line.setblocking(False)
+            line.send(HEAD % b"events" + ends + b"\r\n")
+            sent = waited = 0
+            while waited < PATIENCE and sent < WHOLE_LINE_BYTES:
+                try:
+                    sent, waited = sent + line.send(more * 1000), 0
+                except BlockingIOError:
+                    waited += 1
+                    await asyncio.sleep(0)
+    assert sent < WHOLE_LINE_BYTES
+
+
+def port_of(url: str) -> int:
+    return int(url.split(":")[2].partition("/")[0])
