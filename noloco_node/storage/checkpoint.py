@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KEPT = 3  # of the stage that is served, unless its owner says otherwise
-_NAME = re.compile(r"(\d{8,})-\d{10,}\.safetensors")
+_NAME = re.compile(r"\d{8,}-\d{10,}\.safetensors")
 """Numbers are written with zeros before them, for people; they are compared as numbers, however long."""
 
 C = TypeVar("C", bound="Counters")
@@ -187,8 +187,8 @@ def load(path: Path, *wanted: str) -> Checkpoint:
 
 
 def files(directory: Path) -> list[Path]:
-    """Return the checkpoints in the order in which they were written."""
-    return sorted(directory.glob("[0-9]*.safetensors"), key=_serial)
+    """Return the checkpoints in the order in which they were written; other files there are their owner's."""
+    return sorted((path for path in directory.glob("[0-9]*") if _NAME.fullmatch(path.name)), key=_serial)
 
 
 def following(directory: Path, name: str) -> Path:
@@ -197,5 +197,4 @@ def following(directory: Path, name: str) -> Path:
 
 
 def _serial(path: Path) -> int:
-    found = _NAME.fullmatch(path.name)
-    return int(found[1]) if found else 0
+    return int(path.name.partition("-")[0])

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,6 +74,17 @@ def test_the_last_few_written_are_kept_whatever_they_count(
         os.utime(path, (10**9 - number, 10**9 - number))  # the clock goes backwards meanwhile
         assert steps_found(directory) == count
         assert len(list(directory.iterdir())) == min(number + 1, keep)
+
+
+@given(st.from_regex(r"[0-9 a-z.-]{1,17}\.safetensors", fullmatch=True))
+def test_a_file_of_its_owner_beside_them_stays_as_it_is(name: str) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        own = Path(place) / name
+        own.write_bytes(b"a copy of the best one")
+        for step in range(3):
+            save(Path(place), checkpoint(step), keep=1)
+        assert own.read_bytes() == b"a copy of the best one"
+        assert [load(path).counters.inner_steps for path in files(Path(place))] == [2]
 
 
 def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:
