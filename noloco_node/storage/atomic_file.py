@@ -229,11 +229,16 @@ def sync(descriptor: int) -> None:
 
 
 def flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    """Wait until the disk has a file, or what a directory lists where the file system can be asked for that."""
     try:
-        sync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            sync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES) or not path.is_dir():
+            raise
 
 
 def write_whole(path: Path, content: bytes, *, public: bool = False) -> None:
