@@ -4,15 +4,26 @@ To load what a command needs takes seconds, in which nothing is held. Some libra
 imported, and fail later of its consequences: until a command says otherwise, a signal ends the process on the spot.
 """
 
+import os
+import sys
+
 from noloco_node.machine.signals import leave_at_once, set_answer
 
 
 def main() -> None:
     """Run the command line."""
+    _open_standard_streams()
     set_answer(leave_at_once)
     from noloco_node.cli.main import main as run_command
 
     run_command()
+
+
+def _open_standard_streams() -> None:
+    """Open what a shell has closed (`>&-`): a socket would take the number of the stream, and uvloop would abort."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))  # of the lowest number that is free
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -132,8 +133,10 @@ def test_the_systemd_journal_is_told_the_level_and_not_the_time(
         terminal.sign("abcd1234")
         say("first")
         terminal.warn("second")
+        terminal.complain("third\n  why: fourth")
         file.seek(0)
-        assert file.read() == "<6>abcd1234: first\n<4>abcd1234: second\n"
+        said = ("<6>abcd1234: first", "<4>abcd1234: second", "<3>abcd1234: third", "<3>abcd1234:   why: fourth")
+        assert file.read().splitlines() == list(said)
 
 
 @pytest.mark.usefixtures("_as_before")
@@ -183,3 +186,13 @@ def test_a_thread_of_another_program_logs_and_prints_nothing(monkeypatch: pytest
     say("printed")
     assert logged == ["logged"]
     assert [line.split()[-1] for line in heard.getvalue().splitlines()] == ["printed"]
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_no_socket_takes_the_place_of_a_stream_that_the_shell_has_closed(closed: str) -> None:
+    made = (
+        "import socket, sys; from noloco_node import __main__; from noloco_node.cli import main; "
+        "main.main = lambda: (print(1), sys.exit(socket.socket().fileno() < 3)); __main__.main()"
+    )
+    done = subprocess.run(["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, made], check=False)
+    assert done.returncode == 0

@@ -177,6 +177,7 @@ class MeetingProtocol:
         round_state = self._round_state
         round_state.end_meeting()
         round_state.counts["lost"] += 1
+        round_state.reasons["lost"] = why
         round_state.counts["implausible"] += implausible
         round_state.note_vain_meeting(meeting)
         self._context.record(

@@ -166,7 +166,7 @@ class RoundState:
         self.rng = random.Random(f"{context.seed}|jitter|{me}")
         self.queue = PartnerQueue(self.timeouts, self.rng)
         self.counts: Counter[str] = Counter()
-        self.silence = ""  # why the last partner that did not answer did not
+        self.reasons: dict[str, str] = {}  # of the last partner that was "unanswered", or "lost" in a meeting
         self.pause = asyncio.Lock()
         self.phase: Phase = CLOSED
         self.leaving = False
@@ -421,7 +421,7 @@ class RoundState:
     def note_silence(self, peer: str, since_s: float, allowed_s: float, why: str) -> None:
         """Note that a peer has not answered our proposal since then, and that it was allowed so long."""
         self.counts["unanswered"] += 1
-        self.silence = why
+        self.reasons["unanswered"] = why
         self.queue.note_loss(peer, since_s, allowed_s, self.partners.peers, now(), in_meeting=False)
 
     def _note_met(self, meeting: Meeting) -> None:

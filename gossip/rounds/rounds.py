@@ -21,7 +21,7 @@ Fast weights and snapshots change under one lock, `RoundState.pause`; a replica 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -111,9 +111,9 @@ class Rounds:
         return self._round_state.statistics()
 
     @property
-    def silence(self) -> str:
-        """Why the last partner that did not answer a proposal did not; empty if all have answered."""
-        return self._round_state.silence
+    def reasons(self) -> Mapping[str, str]:
+        """Why the last "unanswered" proposal came to nothing, and the last "lost" meeting; only what has happened."""
+        return self._round_state.reasons
 
     @property
     def holds_training(self) -> bool:

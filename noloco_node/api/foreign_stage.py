@@ -52,6 +52,12 @@ def trained_parameters(module: nn.Module, subject: str = "The module") -> dict[s
                 "its module is lazy and has not computed yet, or it is on the meta device",
                 "let the module compute once, or load its weights, before this call",
             )
+        if each.layout is not torch.strided or not each.numel():
+            raise config_error(
+                f"The parameter {name} is {'sparse' if each.numel() else 'empty'}.",
+                "a run exchanges parameters that have a value at each place, and one place at least",
+                "the dense form of it (to_dense), or requires_grad_(False)",
+            )
         if each.dtype not in EXCHANGED:
             raise config_error(
                 f"The parameter {name} is {str(each.dtype).removeprefix('torch.')}.",

@@ -13,7 +13,7 @@ from noloco_node.api import foreign_stage
 from noloco_node.api.peer import Leaves, NodeThread, OwnModelOptions, PeerOptions, at_exit, parsed
 from noloco_node.api.training_thread import IterationClock, TrainingThread
 from noloco_node.cli.host_machine import Machine, MachineRequest
-from noloco_node.errors import Exit, UserError, config_error, usage_error
+from noloco_node.errors import Exit, UserError, config_error, one_line, usage_error
 from noloco_node.planning.foreign_layout import foreign_layout
 from noloco_node.run.peer_state import PeerState
 
@@ -95,7 +95,7 @@ class GossipOptimizer(Leaves, optim.Optimizer):
         stage = signal.stage
         self._clock.end()
         if loss is not None:
-            self.note_loss(float(loss.detach() if isinstance(loss, Tensor) else loss))
+            self.note_loss(loss)
         stage.due = self._inner.step if closure is None else partial(self._inner.step, closure)
         self._node.call(signal.look)
         self._training.work_until(lambda: stage.due is None or self._node.has_finished.is_set())
@@ -109,7 +109,7 @@ class GossipOptimizer(Leaves, optim.Optimizer):
             return None
         returned, stage.returned = stage.returned, None
         if closure is not None and isinstance(returned, float | Tensor):
-            self.note_loss(float(returned))  # others see it with the next step
+            self.note_loss(returned)  # others see it with the next step
         return returned
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -154,10 +154,16 @@ class GossipOptimizer(Leaves, optim.Optimizer):
         """Whether the run is over: the module has the weights of its last round, and steps count no more."""
         return self._node.run_is_over
 
-    def note_loss(self, loss: float) -> None:
+    def note_loss(self, loss: float | Tensor) -> None:
         """Let others see this loss from the next step on; for loops that do not know it at each step."""
+        try:
+            said = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise usage_error(
+                f"The loss is no number: {one_line(loss, 100)}", one_line(error), "loss.mean()"
+            ) from error
         if self._signal is not None:
-            self._signal.stage.loss_said = loss
+            self._signal.stage.loss_said = said
 
     def catch_up(self) -> None:
         """Do what waits for this thread: add a correction, begin a round, give a newcomer its copy.

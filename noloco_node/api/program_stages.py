@@ -16,12 +16,15 @@ from torch import Tensor, nn
 
 from noloco_node.api.foreign_stage import check_frozen, check_module, trained_parameters
 from noloco_node.cli.host_machine import FirstCheckpoint, Machine, MachineRequest, StageHost, first_checkpoint
-from noloco_node.errors import UserError, config_error, one_line
+from noloco_node.errors import Exit, UserError, config_error, one_line
+from noloco_node.machine.device import is_loss
+from noloco_node.machine.interface import TrainingFailed
 from noloco_node.planning.foreign_layout import ForeignLayout, ForeignWeights, foreign_layout
 from noloco_node.planning.model_layout import with_optimiser
 from noloco_node.run.config import RunConfig
 from pipeline.decoder_slice import Cut
 from pipeline.forward_pass import Slice, StageSettings
+from pipeline.hardware.device_type import is_shortage
 from pipeline.stage import Stage
 
 BuildStage: TypeAlias = Callable[[int], nn.Module]
@@ -45,19 +48,8 @@ def _failed(what: str, error: Exception, hint: str) -> UserError:
     return config_error(what, f"{type(error).__name__}: {one_line(error)}", hint)
 
 
-@torch.no_grad()
-def tried(stage: int, module: nn.Module, given: Tensor) -> Tensor:
-    """Return what a stage makes of a short input; raise `UserError` (CONFIG) if that is no tensor [1, s, numbers]."""
-    training, device = [each for each in module.modules() if each.training], next(module.parameters()).device
-    module.eval()
-    try:
-        found = module(given.to(device))
-    except Exception as error:  # the program's own
-        hint = "a stage takes token ids [b, s], or what the stage before it returns, for any b and s up to the run's"
-        raise _failed(f"Stage {stage} cannot compute with an input of {list(given.shape)}.", error, hint) from error
-    finally:
-        for each in training:  # not those that the program keeps in another mode
-            each.training = True
+def _check_returned(stage: int, found: object, given: Tensor) -> Tensor:
+    """Return what a stage has returned; raise `UserError` (CONFIG) if that is no tensor [b, s, numbers] of floats."""
     if not isinstance(found, Tensor) or found.shape[:-1] != given.shape[:2] or not found.is_floating_point():
         said = f"{found.dtype!s} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise config_error(
@@ -65,7 +57,38 @@ def tried(stage: int, module: nn.Module, given: Tensor) -> Tensor:
             f"of an input of {list(given.shape)} it makes {said}",
             "a stage returns one tensor [b, s, numbers] of floats: activations, the last one logits",
         )
-    return found.cpu().float()
+    return found
+
+
+@torch.enable_grad()
+def tried(stage: int, module: nn.Module, given: Tensor) -> Tensor:
+    """Return what a stage makes of a short input.
+
+    Raises `UserError` (CONFIG) if that is no tensor [1, s, numbers], or if no gradient comes back through it.
+    """
+    training, device = [each for each in module.modules() if each.training], next(module.parameters()).device
+    module.eval()
+    leaf = given.to(device).detach().requires_grad_(given.is_floating_point())
+    try:
+        found = _check_returned(stage, module(leaf), given)
+        passed = found.requires_grad
+        if passed and stage:
+            passed = torch.autograd.grad(found.sum(), leaf, allow_unused=True)[0] is not None
+    except UserError:
+        raise
+    except Exception as error:  # the program's own
+        hint = "a stage takes token ids [b, s], or what the stage before it returns, for any b and s up to the run's"
+        raise _failed(f"Stage {stage} cannot compute with an input of {list(given.shape)}.", error, hint) from error
+    finally:
+        for each in training:  # not those that the program keeps in another mode
+            each.training = True
+    if not passed:
+        raise config_error(
+            f"Stage {stage} passes no gradient back.",
+            f"what it returns does not depend on its {'input' if stage else 'parameters'} in a way that torch follows",
+            "a forward pass without detach(), no_grad() and rounding on the way from input to output",
+        )
+    return found.detach().cpu().float()
 
 
 def tokens() -> Tensor:
@@ -84,6 +107,21 @@ class _Logits(nn.Module):
         return states
 
 
+class StageFailed(TrainingFailed):
+    """A stage of the program raised an error while it trained, or returned what no stage returns."""
+
+    def __init__(self, stage: int, error: Exception) -> None:
+        super().__init__(
+            f"Stage {stage} of the program failed while it trained.",
+            why=f"{error.what} {error.why}"
+            if isinstance(error, UserError)
+            else f"{type(error).__name__}: {one_line(error)}",
+            hint="mend the module, for any input [b, s] up to the run's, and join with the same home again:"
+            " the node goes on from its last checkpoint",
+            code=Exit.CONFIG,
+        )
+
+
 class ProgramSlice(Slice):
     """The module of a stage, under the names of the run; its frozen parameters stay as the program made them."""
 
@@ -93,7 +131,7 @@ class ProgramSlice(Slice):
         whole.add_module("logits", _Logits(layout.vocabulary))
         last = stage == len(layout.shapes) - 1
         super().__init__(whole, Cut(stage, stage + 1, embeds=stage == 0, head=last), "logits")
-        self._module = (module,)
+        self._module, self._stage, self._returns = (module,), stage, layout.vocabulary if last else layout.width
 
     def named_parameters(self, *args: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, each) for name, each in super().named_parameters(*args, **named) if each.requires_grad)
@@ -102,7 +140,17 @@ class ProgramSlice(Slice):
         self, hidden: Tensor, tokens: Tensor | None = None, positions: Tensor | None = None, *, logits: bool = True
     ) -> Tensor:
         (module,) = self._module
-        output: Tensor = module(hidden)
+        try:
+            return self._checked(module(hidden), hidden)
+        except Exception as error:  # the program's own, but for what the device lacks
+            if is_shortage(error) or (isinstance(error, RuntimeError) and is_loss(error)):
+                raise
+            raise StageFailed(self._stage, error) from error
+
+    def _checked(self, found: object, given: Tensor) -> Tensor:
+        output = _check_returned(self._stage, found, given)
+        if output.shape[-1] != self._returns:
+            raise ValueError(f"it returns {output.shape[-1]} numbers a token, and the run's {self._returns}")
         return output
 
 

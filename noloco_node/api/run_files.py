@@ -197,6 +197,9 @@ def _handed_on(stages: Sequence[nn.Module]) -> dict[str, int]:
     hidden, widths = tokens(), list[int]()
     for number, module in enumerate(stages):
         hidden = tried(number, module, hidden)
+        if hidden.isnan().any():
+            why = "of the run's first weights it makes NaN, and nothing could be learnt from that"
+            raise config_error(f"Stage {number} computes what is no number.", why, "look at what it divides by")
         widths.append(hidden.shape[-1])
     *between, vocabulary = widths
     if len(set(between)) > 1:

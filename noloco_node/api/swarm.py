@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
+from typing import Any
 
 import msgspec
 
@@ -123,7 +124,7 @@ def export(
     """
     place = default_home("node") if home is None else typed(home)
     given = None if invite is None else invites.found(invite_text(str(invite)), place)
-    each_home = [homes] if isinstance(homes, str | PathLike) else homes
+    each_home: Iterable[Any] = homes if isinstance(homes, Iterable) and not isinstance(homes, str) else [homes]
     directories = [typed(each) for each in each_home]
     target = typed(out)
     check_export(target, given, directories)

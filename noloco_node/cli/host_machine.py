@@ -27,7 +27,7 @@ from noloco_node.planning.checkpoint_map import RunWeights
 from noloco_node.planning.model_layout import ModelLayout, make_stage, model_layout
 from noloco_node.planning.plan import KeptGraphs, graphs_that_fit, memories_on
 from noloco_node.run.config import RunConfig
-from noloco_node.storage.checkpoint import Checkpoint, evaluated_in, save
+from noloco_node.storage.checkpoint import Checkpoint, evaluated_among, files, save
 from noloco_node.storage.checkpoint_store import CheckpointStore
 from noloco_node.storage.home import RunPaths
 from noloco_node.storage.transfer_files import PartialDownload, StateFile
@@ -100,7 +100,7 @@ class EvaluationMachine:
         return await asyncio.to_thread(Prompts, self._data, self._prompts)
 
     async def best_loss(self) -> float | None:
-        kept = await asyncio.to_thread(evaluated_in, self._directory)
+        kept = await asyncio.to_thread(lambda: evaluated_among(files(self._directory)))
         return min((each.held_out_loss for each in kept.values() if each.text == self._digest), default=None)
 
     async def keep(self, evaluated: Checkpoint) -> None:

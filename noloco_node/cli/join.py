@@ -263,7 +263,7 @@ class _Participant:
             beside = (
                 supervised("renewing our ticket", partial(self.access.renew, say), warn),
                 supervised("noting how far the run is", partial(history.follow, node.membership), warn),
-                supervised("keeping the invite", partial(kept.follow, node.membership), warn),
+                supervised("keeping the invite", partial(kept.follow, node.membership, network.addresses), warn),
                 self.views.follow(node.membership, network, recipe),
             )
             async with background(*beside):

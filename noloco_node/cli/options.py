@@ -119,7 +119,7 @@ def check_values(options: object) -> None:
             number = operator.index(given) if is_whole else float(given)
         except (TypeError, ValueError):
             number = nan
-        if isinstance(given, bool) or not (isfinite(number) and option.min <= number <= most):
+        if isinstance(given, bool | str | bytes) or not (isfinite(number) and option.min <= number <= most):
             why = f"it is no {'whole ' * is_whole}number from {option.min:g} to {most:g}"
             raise usage_error(f"{name} = {given!r} cannot be used.", why, f"{name}={option.min:g}, or leave it out")
 

@@ -53,8 +53,8 @@ FIGURES: Mapping[str, Callable[[PeerRecord], str]] = {
     "ms": lambda record: f"{1000 * record.device_s:.0f}" if record.device_s else "",
 }
 """Of a peer in the table."""
-SPARED = ("progress", "gap", "ms")  # figures that a narrow terminal has no room for
-TABLE_WIDTH = 80  # columns that all figures fit
+SPARED = {80: ("progress", "gap", "ms"), 58: ("step", "round", "loss")}
+"""Figures for which a terminal of fewer columns has no room."""
 
 
 def status(
@@ -111,12 +111,13 @@ def picture(recipe: RunFileText, roster: Roster, late: Mapping[str, float] = Map
     """
     view = _view(recipe, roster)
     text = io.StringIO()
-    console = Console(file=text, width=shutil.get_terminal_size().columns)
-    # Names and figures fit eighty columns, or with fewer figures sixty; words follow on lines of their own.
+    console = Console(file=text, width=shutil.get_terminal_size().columns, emoji=False)
+    # Names and figures fit eighty columns, or with fewer figures sixty or forty; words follow on lines of their own.
     is_known = view.progress > 0.0 or any(roster.stages)
     done = f"{view.progress:.1%} of the token budget" if is_known else "nobody is there to say how far it is"
     title = f"{recipe.run.name} ({recipe.digest[:12]}), {done}"
-    console.print(_peer_table(title, roster, () if console.width >= TABLE_WIDTH else SPARED))
+    spared = {each for width, figures in SPARED.items() if console.width < width for each in figures}
+    console.print(_peer_table(title, roster, spared))
     console.print(f"{view.tokens_per_s:,.0f} tokens/s, {time_left(view)}. {_said(view.bottleneck)}", highlight=False)
     peers = sorted((record for stage in roster.stages for record in stage), key=lambda record: record.peer)
     silent = [(each.peer, f"for {late[each.peer]:.0f} s: it may be dead") for each in peers if each.peer in late]
@@ -251,7 +252,7 @@ async def replay(places: Sequence[Path], shown: Shown) -> None:
         _print_view(recording.at(recording.ended), as_json=shown.as_json)
         return
     console = _console(plain=shown.as_json)
-    if not console.is_terminal and shown.page is None:
+    if not console.is_interactive and shown.page is None:
         _tell(recording, LiveView(console, whole_screen=True), as_json=shown.as_json)
         return
     playback = Playback(recording.begun, recording.ended)
@@ -261,7 +262,7 @@ async def replay(places: Sequence[Path], shown: Shown) -> None:
 
 async def _play(recording: Recording, playback: Playback, console: Console, page: Page | None) -> None:
     address = None if page is None else page.address
-    live = LiveView(console, whole_screen=True, address=address) if console.is_terminal else None
+    live = LiveView(console, whole_screen=True, address=address) if console.is_interactive else None
     with live or nullcontext(), Keyboard() as keyboard:
         while not playback.over and (page is not None or keyboard.is_there or not playback.at_end):
             view = recording.at(playback.now)

@@ -76,6 +76,7 @@ def _put(aside: Path, out: Path, *, overwrite: bool) -> None:
     elif overwrite:
         for name in names:
             os.replace(aside / name, out / name)
+        flush(out)
     elif (
         names != sorted(each.name for each in out.iterdir())
         or filecmp.cmpfiles(aside, out, names, shallow=False)[0] != names

@@ -27,7 +27,7 @@ from noloco_node.state_sync.snapshot_keeper import snapshot_of
 from noloco_node.state_sync.starting_state import AGAIN_S, asked_of, asks_again, donors, reached, verify_snapshot
 from noloco_node.state_sync.weight_exchange import TOKENIZER_TOPIC, WeightDownload
 from noloco_node.storage.checkpoint import Checkpoint
-from noloco_node.storage.home import HomePaths
+from noloco_node.storage.home import RUN_ID_SHOWN, HomePaths
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.roster import PeerRecord, Roster
@@ -199,7 +199,7 @@ def reading_with_tokenizer(homes: Sequence[Path], recipe: RunFileText) -> DataCo
 async def fetched_tokenizer(
     network: PeerNetwork, recipe: RunFileText, look: Look, invite: str, directory: Path
 ) -> DataConfig:
-    """Return the run's data with its tokenizer, fetched into a directory; raise `UserError` if no peer has it.
+    """Return the run's data with its tokenizer, fetched into one of a directory; raise `UserError` if no peer has it.
 
     `look`: reads the roster; the peers of the invite are asked as well.
     """
@@ -208,7 +208,8 @@ async def fetched_tokenizer(
         return data
     roster = [record.peer for records in (await look()).stages for record in records]
     peers = list(dict.fromkeys((*roster, *invites.parse(invite).peers)))
-    store = WeightStore.filling(directory, data.tokenizer_files)
+    own = directory / recipe.digest[:RUN_ID_SHOWN]  # beside what the export of another run may have left
+    store = WeightStore.filling(own, data.tokenizer_files)
     if not await WeightDownload(network, store, asyncio.to_thread, topic=TOKENIZER_TOPIC).everything(peers):
         raise UserError(
             "Nobody who was reached has the run's tokenizer.",
@@ -216,4 +217,4 @@ async def fetched_tokenizer(
             hint="try again when the nodes of the run are there",
             code=Exit.UNREACHABLE,
         )
-    return with_tokenizer_in(data, directory)
+    return with_tokenizer_in(data, own)

@@ -30,7 +30,7 @@ from noloco_node.storage.checkpoint import (
     Counters,
     arrays_of,
     counters_of,
-    evaluated_in,
+    evaluated_among,
     files,
     load,
     of_run,
@@ -249,16 +249,17 @@ def best_evaluated(homes: Sequence[Path], run_id: str, shapes: Shapes) -> tuple[
     Raises `UserError` if no home has any of a run of these `shapes`.
     """
     places = (place.best for home in homes for place in HomePaths(home).places_of(run_id))
-    found = {path: each for place in places for path, each in evaluated_in(place).items()}
+    held = {each.path: (path, each) for place in places for path, each in _held(place, say)}
+    found = evaluated_among(held)
     if len({each.text for each in found.values()}) > 1:
         say("these homes hold evaluations on several texts, whose losses do not compare")
     why = "none of these homes has evaluated its weights"
     order = sorted(found, key=lambda path: found[path].held_out_loss)
-    for number, path in enumerate(order):
-        counters = found[path]
+    for number, readable in enumerate(order):
+        (path, _), counters = held[readable], found[readable]
         try:
-            atomic_file.check_tensors(path)
-            weights = tuple(values_of(load(path, "fast").tensors["fast"]))
+            atomic_file.check_tensors(readable)
+            weights = tuple(values_of(load(readable, "fast").tensors["fast"]))
             if counters.run_id != run_id or [tuple(each.shape) for each in weights] != list(shapes.values()):
                 raise ValueError(f"{path} is not of this run")
         except (OSError, ValueError, KeyError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -48,12 +49,13 @@ def check_export(out: Path, invite: str | None, homes: Sequence[Path], *, best: 
 
 
 def check_target(directory: Path) -> None:
-    """Raise `UserError` if the place of a checkpoint is not empty, or the present directory."""
-    if directory.is_dir() and directory.samefile(Path()):
+    """Raise `UserError` if the place of a checkpoint is not empty, or is not to be replaced."""
+    here = directory.is_dir() and directory.samefile(Path())
+    if here or os.path.ismount(directory):
         raise usage_error(
-            "An export cannot take the place of the present directory.",
+            f"An export cannot take the place of {'the present directory' if here else 'a mount point'}.",
             why="it is written beside its place and renamed at the end: this directory would be gone",
-            hint="--out with the name of a new directory",
+            hint="--out with the name of a new directory" + ("" if here else f", such as {directory / 'model'}"),
         )
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise usage_error(

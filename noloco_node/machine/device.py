@@ -30,7 +30,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from noloco_node.errors import Exit, UserError, usage_error
-from noloco_node.machine.interface import DeviceLost, Runner, check_device_name
+from noloco_node.machine.interface import DeviceLost, Runner, TrainingFailed, check_device_name
 from noloco_node.run.config import MOST_SLOWDOWN
 from pipeline.hardware.device_type import DEVICE_TYPES, is_shortage
 
@@ -188,7 +188,7 @@ class Device:
 
 
 class WatchedDevice:
-    """Runs jobs, and notes when the device fails for good.
+    """Runs jobs, and notes when the device, or the program whose stage it computes, fails for good.
 
     The job that fails may belong to a peer's conversation, which ends by it; the node has to end as well. Conversations
     that outlive a move to another stage refer to this object, and not to the replica.
@@ -196,12 +196,12 @@ class WatchedDevice:
 
     def __init__(self, device: Runner) -> None:
         self._device = device
-        self.lost: asyncio.Future[DeviceLost] = asyncio.get_running_loop().create_future()
+        self.lost: asyncio.Future[TrainingFailed] = asyncio.get_running_loop().create_future()
 
     async def run(self, job: Callable[..., T], *args: object) -> T:
         try:
             return await self._device.run(job, *args)
-        except DeviceLost as lost:
+        except TrainingFailed as lost:
             if not self.lost.done():
                 self.lost.set_result(lost)
             raise

@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class DeviceLost(UserError):
+class TrainingFailed(UserError):
+    """What a job on the device raises where no later job can do better: the node ends by it."""
+
+
+class DeviceLost(TrainingFailed):
     """The device has failed for good as far as this process goes: its memory cannot be read any more."""
 
     def __init__(self, device: str, why: str) -> None:

@@ -111,11 +111,10 @@ class Assignment:
         context: NodeContext,
         services: NodeServices,
         start: Start,
-        addresses: tuple[str, ...],
         moves: int,
         unfit: set[int],
     ) -> None:
-        self._context, self._services, self._addresses = context, services, addresses
+        self._context, self._services = context, services
         self._reporter = context.reporter
         replica = self.replica = _make_replica(context, services, start)
         self._server = StageServer(context, replica)
@@ -171,7 +170,7 @@ class Assignment:
     async def train(self, leave: asyncio.Event) -> Ending:
         """Train until the assignment ends.
 
-        Raises, in a group, `DeviceLost` if the device fails for good, and `UserError` if its memory does not suffice.
+        Raises, in a group, `TrainingFailed` if device or program fail for good, `UserError` if memory does not suffice.
         """
         replica, work = self.replica, self._services.work
         self._reporter.say(f"training stage {replica.stage} from inner step {replica.inner_steps}")
@@ -313,7 +312,6 @@ class Assignment:
         record = structs.replace(
             record,
             samples=services.work.samples,
-            addresses=self._addresses,
             waiting=waiting[:MOST_WAITS],
             budget=spending(context.network.statistics()),
             hops=self._progress.hops,

@@ -45,6 +45,7 @@ from noloco_node.state_sync.weight_exchange import TOKENIZER_TOPIC, WeightDownlo
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.storage.weight_store import PIECE_BYTES, WeightStore
 from noloco_node.swarm.roster import PeerRecord
+from noloco_node.tasks import loop_s
 from noloco_node.units import format_bytes
 from pipeline.adamw import magnitudes
 from pipeline.hardware.device_type import is_shortage
@@ -101,7 +102,7 @@ class _StateSearch:
         self._device, self._say, self._options = context.host.device, context.reporter.say, context.options
         self._membership, self._network = context.membership, context.network
         self._saved_round = saved.counters.round if saved is not None else None
-        self._since_unix_s = context.host.unix_time()
+        self._since_s = loop_s()  # a clock of the system may be set meanwhile
         self._download: downloads.StateDownload | None = None
 
     async def run(self) -> StartingState:
@@ -138,8 +139,8 @@ class _StateSearch:
                     outcome = await self._look_for_others(looks)
                 case state_source.LookAgain(seconds, for_replica):
                     if for_replica:
-                        now_unix_s = self._context.host.unix_time()
-                        self._say(downloads.waiting_line(self._number, self._since_unix_s, now_unix_s, seconds))
+                        now_unix_s, waited_s = self._context.host.unix_time(), loop_s() - self._since_s
+                        self._say(downloads.waiting_line(self._number, now_unix_s, waited_s, seconds))
                     await self._wait_for(WaitCause.STATE if for_replica else None, seconds)
                     outcome = None
             if isinstance(outcome, StartingState):

@@ -86,7 +86,7 @@ class ProgressReporter:
         stall = self._stall.look(replica.statistics(), loop_s(), max(STALL_S, patience_s), replica.stage)
         listed = self._membership.roster.stage(replica.stage)
         others = sum(each.peer != me and each.state is PeerState.TRAINING for each in listed)
-        alone = self._meetings.look(rounds.statistics(), rounds.view.left_alone, others, replica.stage, rounds.silence)
+        alone = self._meetings.look(rounds.statistics(), rounds.view.left_alone, others, replica.stage, rounds.reasons)
         found = {"stall": stall, "rounds": alone}
         return {what: condition for what, condition in found.items() if condition is not None}
 
@@ -197,9 +197,9 @@ class MissedMeetings:
         self._before: Mapping[str, float] = {}  # the totals at the last meeting
 
     def look(
-        self, totals: Mapping[str, float], left_alone: int, others: int, stage: int, silence: str
+        self, totals: Mapping[str, float], left_alone: int, others: int, stage: int, reasons: Mapping[str, str]
     ) -> Condition | None:
-        """Return why nobody is met. `left_alone`: how many partners; `silence`: why the last one was silent."""
+        """Return why nobody is met. `left_alone`: how many partners; `reasons`: the last one, by count."""
         if totals["met"] > self._before.get("met", -1) or not others:
             self._before = dict(totals)
         since = {name: round(totals[name] - self._before[name]) for name in ("solo", "declined", "unanswered", "lost")}
@@ -207,8 +207,8 @@ class MissedMeetings:
             return None
         text = f"{since['solo']} outer steps in a row were taken alone, though the roster lists {others} more of stage"
         words = {"declined": "proposals declined", "unanswered": "without an answer", "lost": "meetings broken off"}
-        why = [f"{words[name]}: {since[name]}" for name in words if since[name]]
-        why += [f"the last one without: {silence}"] * (since["unanswered"] > 0)
+        last = {name: f" (the last one: {reason})" for name, reason in reasons.items()}
+        why = [f"{words[name]}: {since[name]}{last.get(name, '')}" for name in words if since[name]]
         why += [f"partners left alone for now: {left_alone}"] * (left_alone > 0)
         causes = ", ".join(why) or "none of them was ready when we were"
         over = "no outer step is taken alone beside others any more"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Literal, Self, TypeAlias
 
@@ -26,7 +26,9 @@ from noloco_node.swarm.shards import total
 from noloco_node.units import format_clock, format_count, format_duration
 
 STATE_STYLES = {"joining": "yellow", "catching up": "yellow", "training": "green", "finished": "blue", "gone": "red"}
-WIDE = 110  # columns from which a peer's partner and share of work, and a stage's gap, are shown too
+WIDE, NARROW, NARROWEST = 110, 75, 60
+"""Columns: from `WIDE` on a peer's partner and share of work, and a stage's gap, are shown too; below `NARROW` fewer
+figures of a peer, and below `NARROWEST` no waits, for a figure that is cut tells another one."""
 LEAST_CHART = 5  # lines below which a curve says nothing
 MOST_CHART = 12
 LEAST_WIDTH, LEAST_HEIGHT = 40, 10
@@ -136,7 +138,8 @@ def _stage_table(stages: Sequence[StageView], view: SwarmView, width: int) -> Ta
             "wait for": Text(waits, style="dim"),
         }
 
-    return _table(list(map(row, stages)), width, left=("replicas", view.busy_name, "wait for"), wide=("gap",))
+    spared = {WIDE: ("gap",), NARROWEST: ("wait for",)}
+    return _table(list(map(row, stages)), width, left=("replicas", view.busy_name, "wait for"), spared=spared)
 
 
 def _peer_table(peers: Sequence[PeerView], view: SwarmView, width: int) -> Table:
@@ -155,16 +158,20 @@ def _peer_table(peers: Sequence[PeerView], view: SwarmView, width: int) -> Table
             "waits for": Text(_waits(peer, view.at), style="dim"),
         }
 
-    wide = ("partner", view.busy_name)
-    table = _table(list(map(row, peers)), width, left=("peer", "state", "waits for"), wide=wide)
-    table.columns[0].max_width = 34 if width >= WIDE else 16
+    spared = {WIDE: ("partner", view.busy_name), NARROW: ("step", "round", "gap", "loss"), NARROWEST: ("waits for",)}
+    table = _table(list(map(row, peers)), width, left=("peer", "state", "waits for"), spared=spared)
+    table.columns[0].max_width = 34 if width >= WIDE else 16 if width >= NARROWEST else 11
     return table
 
 
-def _table(rows: Sequence[Row], width: int, *, left: Sequence[str], wide: Sequence[str]) -> Table:
-    """Return a table of rows, whose last column takes what is left; `wide`: columns that a narrow one leaves out."""
+def _table(rows: Sequence[Row], width: int, *, left: Sequence[str], spared: Mapping[int, Sequence[str]]) -> Table:
+    """Return a table of rows, whose last column takes what is left.
+
+    `spared`: titles that it leaves out, by the width below which it does.
+    """
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", width=width, pad_edge=False)
-    titles = [title for title in rows[0] if width >= WIDE or title not in wide]
+    left_out = {title for least, titles in spared.items() if width < least for title in titles}
+    titles = [title for title in rows[0] if title not in left_out]
     for title in titles:
         justify: Literal["left", "right"] = "left" if title in left else "right"
         table.add_column(title, justify=justify, no_wrap=True, overflow="ellipsis")
@@ -248,7 +255,7 @@ def _fitted(words: str, width: int) -> Text:
 
 
 class LiveView:
-    """A context that draws views and restores the terminal.
+    """A context that draws views and restores the terminal; one that cannot move its cursor gets lines.
 
     `whole_screen`: draw on the terminal's other screen, of which nothing stays; otherwise the last picture stays.
     `address`: of the page with the same view, told below each picture.
@@ -256,7 +263,7 @@ class LiveView:
 
     def __init__(self, console: Console, *, whole_screen: bool, address: str | None = None) -> None:
         self._console, self._whole_screen, self._address = console, whole_screen, address
-        self._live = Live(console=console, auto_refresh=False, screen=whole_screen) if console.is_terminal else None
+        self._live = Live(console=console, auto_refresh=False, screen=whole_screen) if console.is_interactive else None
         self._plain_at = float("-inf")
         self._told: tuple[Change, ...] = ()
 
@@ -286,7 +293,7 @@ class LiveView:
             self._print(line(view))
 
     def _print(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+        print(text, file=self._console.file, flush=True)  # as it is: a console has signs for some words
 
 
 # The curve, in braille characters: two by four dots in each cell of a terminal.

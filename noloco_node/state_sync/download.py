@@ -237,12 +237,12 @@ def progress_line(stage: int, held_bytes: int, total_bytes: int, bytes_per_s: fl
     return f"{text}, {format_rate(bytes_per_s)}, {format_duration((total_bytes - held_bytes) / bytes_per_s)} left"
 
 
-def waiting_line(stage: int, since_unix_s: float, now_unix_s: float, again_s: float) -> str:
+def waiting_line(stage: int, now_unix_s: float, waited_s: float, again_s: float) -> str:
     """Return the line that a newcomer without a donor prints: since when it waits, and what to do."""
-    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(since_unix_s))
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now_unix_s - waited_s))
     return (
         f"waiting for a replica of stage {stage} that gives its state, since {since}"
-        f" ({format_duration(now_unix_s - since_unix_s)}); asking again in {format_duration(again_s)}. If this lasts:"
+        f" ({format_duration(waited_s)}); asking again in {format_duration(again_s)}. If this lasts:"
         " can their addresses (noloco-node status) be reached from here? Or serve another stage with --stage, or Ctrl-C"
     )
 

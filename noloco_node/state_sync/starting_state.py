@@ -27,6 +27,7 @@ from noloco_node.run.peer_state import AT_WORK, PeerState
 from noloco_node.state_sync.replica_mean import ReplicaSummary
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.swarm.roster import Roster
+from noloco_node.units import LARGEST
 from pipeline.inner_step import OptimiserState
 
 JUDGED = 8  # microbatches in one judgement
@@ -81,7 +82,7 @@ class StartingLoss:
         """Note losses of microbatches; return our median and the others' once ours is far above theirs."""
         if not self._left:
             return None
-        self._losses += [loss if math.isfinite(loss) else math.inf for loss in losses]
+        self._losses += [loss if math.isfinite(loss) else LARGEST for loss in losses]  # JSON knows no infinity
         known = self._usual or list(others)
         if len(known) < LEAST_OTHERS:
             # A small run may never have so many, and losses fall: the newest are compared with those of others.

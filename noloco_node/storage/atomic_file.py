@@ -153,7 +153,7 @@ def locked_aside(directory: Path) -> Iterator[Path]:
     lock = _lock(aside, directory)
     try:
         for left in aside.iterdir():
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
         yield aside
     finally:
         if is_held(lock, aside):
@@ -229,11 +229,16 @@ def sync(descriptor: int) -> None:
 
 
 def flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    """Wait until the disk has a file, or what a directory lists where the file system can be asked for that."""
     try:
-        sync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            sync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES) or not path.is_dir():
+            raise
 
 
 def write_whole(path: Path, content: bytes, *, public: bool = False) -> None:

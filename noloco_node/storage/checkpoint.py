@@ -7,7 +7,7 @@ alone: `save` raises `OSError`, and the node carries on (docs/design/node.md).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KEPT = 3  # of the stage that is served, unless its owner says otherwise
-_NAME = re.compile(r"(\d{8,})-\d{10,}\.safetensors")
+_NAME = re.compile(r"\d{8,}-\d{10,}\.safetensors")
 """Numbers are written with zeros before them, for people; they are compared as numbers, however long."""
 
 C = TypeVar("C", bound="Counters")
@@ -153,10 +153,10 @@ def counters_of(path: Path) -> Counters:
     return _about(path, Counters)
 
 
-def evaluated_in(directory: Path) -> dict[Path, EvaluatedCounters]:
+def evaluated_among(paths: Iterable[Path]) -> dict[Path, EvaluatedCounters]:
     """Return the files of weights that were evaluated, with their counters; pass over what cannot be read."""
     found = {}
-    for path in files(directory):
+    for path in paths:
         with suppress(OSError, ValueError):
             found[path] = _about(path, EvaluatedCounters)
     return found
@@ -187,8 +187,8 @@ def load(path: Path, *wanted: str) -> Checkpoint:
 
 
 def files(directory: Path) -> list[Path]:
-    """Return the checkpoints in the order in which they were written."""
-    return sorted(directory.glob("[0-9]*.safetensors"), key=_serial)
+    """Return the checkpoints in the order in which they were written; other files there are their owner's."""
+    return sorted((path for path in directory.glob("[0-9]*") if _NAME.fullmatch(path.name)), key=_serial)
 
 
 def following(directory: Path, name: str) -> Path:
@@ -197,5 +197,4 @@ def following(directory: Path, name: str) -> Path:
 
 
 def _serial(path: Path) -> int:
-    found = _NAME.fullmatch(path.name)
-    return int(found[1]) if found else 0
+    return int(path.name.partition("-")[0])

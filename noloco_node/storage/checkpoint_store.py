@@ -61,7 +61,7 @@ class CheckpointStore:
     def load(self, stage: int) -> Checkpoint | None:
         """Return our last whole checkpoint of a stage, or None."""
         for directory in (self._present, self._former / str(stage)):
-            for path, counters in self._of_run(directory):
+            for path, counters in of_run(directory, self._run_id, self._complain):
                 # Another peer's weights come without momenta.
                 if counters.stage == stage and (directory == self._present or counters.peer == self._peer):
                     found = load_whole(path, self._complain)

@@ -75,8 +75,10 @@ class RunPaths:
 def typed(path: str | os.PathLike[str]) -> Path:
     """Return a path that a person typed, or a stranger: `~` is a home directory where the system knows its user.
 
-    Raises `UserError` (USAGE) for an empty text, which would mean the current directory.
+    Raises `UserError` (USAGE) for an empty text, which would mean the current directory, and for what is no path.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise usage_error(f"{path!r} is no path.", f"it is of the type {type(path).__name__}", "a text, or a Path")
     if not os.fspath(path):
         raise usage_error(
             "A path is empty.",

@@ -4,7 +4,7 @@ A reader of the page gets the newest whole frame (`observe.page_frame`) and miss
 server's work depends neither on how often a view is shown nor on slow readers. The page's address holds a random token:
 other users of the machine, and pages of other hosts in the same browser, cannot guess it. Such pages could make the
 browser ask under a name of their host, so a request must name an address, or the name that the owner gave. Connections
-are few, and a request and its answer take a few seconds at most.
+are few, and a request and its answer take a few seconds at most. A stranger that only connects keeps nobody out.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ HEADERS = {
 
 
 class _Bounds(NamedTuple):
-    """`connections` at once: one beyond them is closed unanswered. `line_bytes`: of a request's first line and each of
-    its headers.
+    """`connections` at once: for one more the oldest without a request is closed; if there is none, the new one is.
+
+    `line_bytes`: of a request's first line and each of its headers.
     """
 
     connections: int
@@ -82,8 +83,10 @@ async def _listening(
 ) -> AsyncIterator[str]:
     """Answer requests within bounds while the body runs; yield the address."""
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # or strangers could fill the log
+    asking: set[asyncio.BaseProtocol] = set()
 
     async def bounded(request: web.Request) -> web.StreamResponse:
+        asking.add(request.protocol)
         try:
             return await answer(request)
         except web.HTTPException as refusal:
@@ -93,6 +96,18 @@ async def _listening(
             if request.transport is not None:
                 request.transport.abort()
             return web.Response()
+        finally:
+            asking.discard(request.protocol)
+
+    def admitted() -> asyncio.Protocol:
+        assert server is not None
+        if len(server.connections) >= bounds.connections:
+            waiting = (each for each in server.connections if each not in asking and each.transport is not None)
+            oldest = next(waiting, None)
+            if oldest is None:
+                return _Refused()
+            oldest.force_close()
+        return server()
 
     async def guard(_: web.Request, response: web.StreamResponse) -> None:
         response.headers.update(HEADERS)
@@ -114,11 +129,8 @@ async def _listening(
     await runner.setup()
     try:
         server = runner.server
-        assert server is not None
         try:
-            listener = await asyncio.get_running_loop().create_server(
-                lambda: server() if len(server.connections) < bounds.connections else _Refused(), place.host, place.port
-            )
+            listener = await asyncio.get_running_loop().create_server(admitted, place.host, place.port)
         except OSError as error:
             raise place.refused(option, error) from error
         with closing(listener):

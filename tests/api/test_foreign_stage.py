@@ -115,6 +115,9 @@ def test_a_module_without_anything_to_train_or_in_another_format_is_refused() ->
         trained_parameters(nn.Linear(1, 1).requires_grad_(False))
     with pytest.raises(UserError, match="The parameter weight is float16"):
         trained_parameters(nn.Linear(1, 1).half())
+    for value, what in ((torch.eye(2).to_sparse(), "sparse"), (torch.ones(0), "empty")):
+        with pytest.raises(UserError, match=f"The parameter 0 is {what}"):
+            trained_parameters(nn.ParameterList([nn.Parameter(value)]))
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,9 @@ def test_a_member_begins_with_the_runs_weights_and_trains_as_its_optimiser_does(
                 loss = loss_of(each)
                 loss.backward()
                 _ = optimizer.step(loss=loss) if its is optimizer else plain.step()
+            for none in ("low", torch.ones(2)):
+                with user_error(Exit.USAGE, "The loss is no number"):
+                    optimizer.step(loss=none)
             for schedule in schedules:
                 schedule.step()
         assert all(torch.equal(a, b) for a, b in zip(net.parameters(), alone.parameters(), strict=True))

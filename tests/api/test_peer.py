@@ -5,6 +5,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def test_what_cannot_be_read_is_refused_at_once(tmp_path: Path) -> None:
         with user_error(Exit.USAGE, f"There is no option {name}"):
             noloco_node.join("no invite", **{"home": tmp_path, name: 1})
     numbers = [("refresh", each) for each in (-1, math.nan, math.inf)] + [("keep", each) for each in (0, 2.5, True)]
-    for name, number in [*numbers, ("threads", "all"), ("stage", -1), ("stage", 0.5)]:
+    for name, number in [*numbers, ("threads", "all"), ("stage", -1), ("stage", 0.5), ("refresh", "1"), ("keep", "2")]:
         with pytest.raises(UserError, match="cannot be used"):
             noloco_node.join("no invite", home=tmp_path, **{name: number})
     kinds = [(name, 5) for name in ("home", "device", "max_upload", "max_memory", "name", "data", "listen", "weights")]
@@ -89,6 +90,19 @@ def test_what_cannot_be_read_is_refused_at_once(tmp_path: Path) -> None:
             noloco_node.join("no invite", home=tmp_path, **wrong)
     with pytest.raises(UserError):
         noloco_node.Swarm("no invite", home=tmp_path)
+
+
+def test_what_is_no_path_is_refused_in_words(tmp_path: Path) -> None:
+    for path in (3, b"home", None):
+        calls: list[Callable[[Any], object]] = [
+            lambda given: noloco_node.export(None, tmp_path / "out", homes=given),
+            lambda given: noloco_node.export(None, tmp_path / "out", homes=[given]),
+            lambda given: noloco_node.export(None, given, homes=tmp_path),
+            lambda given: noloco_node.init(given, {}, steps=1),
+        ]
+        for call in calls:
+            with user_error(Exit.USAGE, "is no path"):
+                call(path)
 
 
 def test_a_text_in_place_of_several_is_one_of_them(tmp_path: Path) -> None:

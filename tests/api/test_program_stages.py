@@ -1,9 +1,11 @@
 """Modules of a program as the stages of a run: they compute what the program's own loop would, and are checked."""
 
 import copy
+import math
 import runpy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,8 @@ import noloco_node
 from noloco_node.api.program_stages import program_slice, tried
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal.events import InnerStep
+from noloco_node.machine.device import Device, WatchedDevice
+from noloco_node.machine.interface import TrainingFailed
 from noloco_node.planning.foreign_layout import foreign_layout
 from noloco_node.planning.model_layout import model_layout, with_optimiser
 from noloco_node.run.config import RunConfig
@@ -157,6 +161,11 @@ def test_a_stage_that_is_not_the_runs_is_refused_by_what_differs(
     assert said in f"{refused.value.what} {refused.value.why}"
 
 
+class Cut(nn.Linear):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden.detach())
+
+
 class Pair(nn.Embedding):
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         return super().forward(ids), ids
@@ -171,6 +180,12 @@ class Pair(nn.Embedding):
         ([nn.Linear(3, 3), nn.Linear(3, 3)], "Stage 0 cannot compute with an input of [1, 2]"),
         ([Pair(9, 3), nn.Linear(3, 9)], "Stage 0 returns no activations"),
         ([nn.Embedding(9, 3), nn.Linear(3, 4), nn.Linear(4, 9)], "The stages hand on different widths"),
+        ([nn.Embedding(9, 3), Cut(3, 9)], "Stage 1 passes no gradient back"),
+        ([Cut(9, 3), nn.Linear(3, 9)], "Stage 0 cannot compute"),
+        (
+            [nn.Embedding(9, 3), nn.Sequential(nn.Linear(3, 9), nn.Threshold(math.inf, math.nan))],
+            "Stage 1 computes what",
+        ),
     ],
 )
 def test_a_list_that_is_no_pipeline_is_refused_and_nothing_is_written(
@@ -199,6 +214,53 @@ def test_what_stages_of_a_program_cannot_do_is_named(tmp_path: Path, field: str,
     with pytest.raises(UserError) as refused:
         written(tmp_path, modules(), **copy.deepcopy(sections))
     assert field in refused.value.what
+
+
+class Odd(Scaled):
+    """Returns, once it was built and tried, what its `later` says."""
+
+    later: Callable[[Tensor], object] | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        computed: Any = super().forward(hidden)
+        return computed if self.later is None else self.later(computed)
+
+
+def short(_: Tensor) -> Tensor:
+    raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+@pytest.mark.real_time
+@pytest.mark.parametrize(
+    ("later", "why"),
+    [
+        (lambda _: 1 // 0, "ZeroDivisionError"),
+        (lambda made: (made, made), "it makes tuple"),
+        (lambda made: made.long(), "it makes torch.int64"),
+        (lambda made: made.mean(0), "it makes torch.float32 [5, 6]"),
+        (lambda made: made[..., :4], "it returns 4 numbers a token, and the run's 6"),
+        (short, None),
+    ],
+)
+async def test_a_stage_that_fails_later_ends_its_node_and_a_shortage_of_memory_does_not(
+    tmp_path: Path, later: Callable[[Tensor], object], why: str | None
+) -> None:
+    """In the job of a partner's conversation, which by itself would end no node."""
+    torch.manual_seed(0)
+    built = [nn.Embedding(VOCABULARY, WIDTH), Odd(), nn.Linear(WIDTH, VOCABULARY)]
+    run = written(tmp_path, built)
+    stage = with_optimiser(run, program_slice(1, lambda _: built[1], foreign_layout(run), run), 1, StageSettings(CPU))
+    device = Device(CPU)
+    watched = WatchedDevice(device)
+    hidden = torch.randn(2, 5, WIDTH)
+    await watched.run(stage.forward, hidden)
+    built[1].later = later
+    with pytest.raises(MemoryError if why is None else TrainingFailed):
+        await watched.run(stage.forward, hidden)
+    device.close()
+    assert watched.lost.done() == (why is not None)
+    if why is not None:
+        assert why in watched.lost.result().why
 
 
 @pytest.mark.network

@@ -55,6 +55,16 @@ def test_a_narrow_terminal_shows_fewer_figures_and_folds_nothing(monkeypatch: py
     assert "device time" not in shown
 
 
+@pytest.mark.parametrize("width", range(40, 60))
+def test_a_very_narrow_terminal_shows_whole_ids_and_speeds(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = picture(recipe(), Roster(stages=((record("abcdefgh"),), ())))
+    assert max(map(len, shown.splitlines())) <= width
+    (row,) = (line for line in shown.splitlines() if "catching up" in line)
+    assert "abcdefgh" in row
+    assert "123,456" in row
+
+
 def test_everything_is_shown_within_eighty_columns() -> None:
     shown = picture(recipe(), Roster(stages=((record("abcdefgh"),), ())), {"12D3KooWabcdefgh": 17.3})
     assert max(map(len, shown.splitlines())) <= 80
@@ -79,12 +89,12 @@ def test_who_is_late_with_its_news_is_marked() -> None:
 
 
 def test_what_a_stranger_waits_for_is_neither_markup_nor_signs_of_a_terminal() -> None:
-    waits = (Wait(WaitCause.ROOM, 9.0, "[/x]\x1b[2J"),)
+    waits = (Wait(WaitCause.ROOM, 9.0, "[/x]\x1b[2J:smile:"),)
     idle = msgspec.structs.replace(record("abcdefgh"), state=PeerState.TRAINING, tokens_per_s=0.0, waiting=waits)
     roster = Roster(stages=((idle,), (msgspec.structs.replace(idle, peer="12D3KooWijklmnop", stage=1),)))
     shown = " ".join(picture(recipe(), roster).split())
     assert "Nothing is trained: stage 0 waits for room at the next stage." in shown
-    assert "room at the next stage: [/x] [2J, for 9 s" in shown
+    assert "room at the next stage: [/x] [2J:smile:, for 9 s" in shown
 
 
 @pytest.mark.parametrize("as_json", [True, False])

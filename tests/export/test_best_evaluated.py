@@ -1,6 +1,8 @@
 """`export --best`: the weights of the best evaluation that homes have kept."""
 
 import asyncio
+import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,13 @@ from transformers import AutoModelForCausalLM
 from user_errors import user_error
 
 from noloco_node.errors import Exit, UserError
+from noloco_node.export import replica_files
 from noloco_node.export.exporter import export
 from noloco_node.export.replica_files import best_evaluated
+from noloco_node.export.sources import check_export
 from noloco_node.planning.model_layout import make_stage, model_layout
 from noloco_node.run.presets import demo_run_text, with_fields
-from noloco_node.storage.checkpoint import Checkpoint, save
+from noloco_node.storage.checkpoint import Checkpoint, EvaluatedCounters, save
 from noloco_node.storage.home import HomePaths
 from noloco_node.swarm.invite import SCHEME
 from noloco_node.swarm.run_distribution import RunFileText
@@ -72,6 +76,17 @@ def test_an_export_goes_where_a_link_leads_and_never_into_the_present_directory(
         assert (tmp_path / place / "config.json").exists()
 
 
+def test_an_export_does_not_begin_where_it_could_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be renamed to a volume of a container."""
+    keep(tmp_path / "home", 2.0)
+    (tmp_path / "volume").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "volume")
+    with user_error(Exit.USAGE, "mount point") as caught:
+        check_export(tmp_path / "volume", None, [tmp_path / "home"], best=True)
+    check_export(tmp_path / "volume" / "model", None, [tmp_path / "home"], best=True)
+    assert str(tmp_path / "volume" / "model") in caught.value.hint
+
+
 def test_weights_that_are_kept_in_two_parts_are_joined(tmp_path: Path) -> None:
     weights = keep(tmp_path / "home", 2.0, halves=True)
     found, loss = best_evaluated([tmp_path / "home"], RUN.digest, PLAN.shapes[0])
@@ -92,6 +107,21 @@ def test_a_damaged_file_is_passed_over(tmp_path: Path) -> None:
     assert (loss, found.left_out) == (2.0, ())  # of a loss that nobody can use nothing is told
     with user_error(Exit.UNREACHABLE, "no weights of an evaluation"):
         best_evaluated(homes[:1], RUN.digest, PLAN.shapes[0])
+
+
+def test_a_node_that_keeps_better_weights_meanwhile_hides_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The older file goes at the same moment."""
+    keep(tmp_path, 2.0)
+    found_before = replica_files.evaluated_among
+
+    def found(paths: Iterable[Path]) -> dict[Path, EvaluatedCounters]:
+        told = found_before(paths)
+        keep(tmp_path, 1.5)
+        return told
+
+    monkeypatch.setattr(replica_files, "evaluated_among", found)
+    for loss in (2.0, 1.5):
+        assert best_evaluated([tmp_path], RUN.digest, PLAN.shapes[0])[1] == loss
 
 
 def test_the_directory_of_a_run_stands_for_its_home(tmp_path: Path) -> None:

@@ -70,6 +70,23 @@ async def test_it_comes_from_a_peer_and_reads_as_it_did_there(checkpoint: Path, 
     assert str(back) not in here.name, "a home that moves to another disk goes on in its text"
 
 
+@pytest.mark.real_time
+async def test_files_that_the_export_of_another_run_left_there_are_not_read(checkpoint: Path, tmp_path: Path) -> None:
+    other, back = tmp_path / "other", tmp_path / "left"
+    write_model(other)
+    write_tokenizer(other, ["words"])
+    (other / "chat_template.jinja").write_text("{{ messages }}")
+    templates = []
+    for directory in (other, checkpoint):
+        recipe, hub = recipe_of(directory), SimNetwork()
+        server = WeightServer(WeightStore.whole(directory, recipe.run.data.tokenizer_files), at_once)
+        await hub.network(OWNER).serve(TOKENIZER_TOPIC, SCHEMA, server.serve)
+        invite = f"{SCHEME}{recipe.digest}@/ip4/192.0.2.1/tcp/4001/p2p/{OWNER}"
+        data = await fetched_tokenizer(hub.network("visitor"), recipe, nobody_seen, invite, back)
+        templates.append(open_tokenizer(data).chat_template)
+    assert templates == ["{{ messages }}", None]
+
+
 def test_a_home_keeps_it_for_an_export(checkpoint: Path, tmp_path: Path) -> None:
     recipe = recipe_of(checkpoint)
     homes = [tmp_path / "one", tmp_path / "two"]

@@ -102,18 +102,19 @@ KINDS_OF_ROUND = st.sampled_from(["solo"] * 4 + ["declined", "unanswered", "lost
 def test_a_replica_that_trains_alone_beside_others_is_told_why(story: list[tuple[str, int]]) -> None:
     missed, totals, since = MissedMeetings(), Counter[str](), Counter[str]()
     names = ("met", "solo", "declined", "unanswered", "lost")
-    missed.look(dict.fromkeys(names, 0), 0, 1, 1, "")
+    missed.look(dict.fromkeys(names, 0), 0, 1, 1, {})
+    reasons = {"unanswered": "line is down", "lost": "not finite"}
     for what, others in story:
         totals[what] += 1
         since[what] += 1
-        found = missed.look({name: totals[name] for name in names}, 3 * others, others, 1, "line is down")
+        found = missed.look({name: totals[name] for name in names}, 3 * others, others, 1, reasons)
         if what == "met" or not others:
             since.clear()
         assert (found is not None) == (since["solo"] >= MissedMeetings.ALONE)
         if found is not None:
             assert f"{since['solo']} outer steps in a row" in found.text
             assert f"lists {others} more of stage 1" in found.text
-            for name, words in (("declined", "declined:"), ("unanswered", "line is down"), ("lost", "broken off:")):
+            for name, words in (("declined", "declined:"), ("unanswered", "line is down"), ("lost", "not finite")):
                 assert (words in found.text) == (since[name] > 0)
             assert f"partners left alone for now: {3 * others}" in found.text
 

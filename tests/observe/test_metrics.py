@@ -15,7 +15,7 @@ from repository import ROOT
 
 from gossip.interface import OuterStepTaken, RoundSkipped
 from noloco_node.journal import events
-from noloco_node.observe.metrics import MOST_VALUES, NodeMetrics
+from noloco_node.observe.metrics import COUNTERS, GAUGES, MOST_VALUES, NodeMetrics
 from noloco_node.observe.roster_observer import RosterObserver
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.run.presets import demo_run_text
@@ -145,12 +145,17 @@ def test_labels_are_bounded_whatever_is_said(reasons: list[str]) -> None:
 def test_dashboard_and_alerts_ask_for_nothing_that_is_not_there() -> None:
     rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"][0]["rules"]
     panels = json.loads((MONITORING / "dashboard.json").read_text())["panels"]
-    asked = " ".join([*(rule["expr"] for rule in rules), *(t["expr"] for panel in panels for t in panel["targets"])])
-    metrics = told()
-    there = {sample.name for family in metrics.registry.collect() for sample in family.samples}
-    there |= {f"{family.name}_total" for family in metrics.registry.collect() if family.type == "counter"}
-    there |= {family.name for family in metrics.registry.collect()}
-    assert set(re.findall(r"noloco_\w+", asked)) <= there
+    asked = [(rule["expr"], " ".join(rule["annotations"].values())) for rule in rules]
+    asked += [(t["expr"], t["legendFormat"]) for panel in panels for t in panel["targets"]]
+    there = {f"noloco_{name}_total": labels for name, (_, *labels) in COUNTERS.items()}
+    there |= {f"noloco_{name}": labels for name, (_, *labels) in GAUGES.items()}
+    for expression, words in asked:
+        labels = {"instance", *(label for name in re.findall(r"noloco_\w+", expression) for label in there[name])}
+        kept = [set(re.findall(r"\w+", listed)) for listed in re.findall(r"\b(?:by|on) \(([^)]*)\)", expression)]
+        told = set(re.findall(r"\{\{ ?(?:\$labels\.)?(\w+) ?\}\}", words))
+        assert set().union(told, *kept) <= labels
+        if " by (" in f" {expression}":
+            assert told <= kept[0]
     assert len({rule["alert"] for rule in rules}) == len(rules)
     services = yaml.safe_load((MONITORING / "compose.yaml").read_text())["services"]
     (job,) = yaml.safe_load((MONITORING / "prometheus.yml").read_text())["scrape_configs"]

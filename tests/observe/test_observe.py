@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -35,7 +36,7 @@ from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.playback import FASTEST, SILENT, SLOWEST, Playback, Recording, meanings, read_journals
 from noloco_node.observe.roster_observer import RosterObserver
 from noloco_node.observe.screen import LEAST_HEIGHT, LEAST_WIDTH, LiveView, line, lines, picture
-from noloco_node.observe.swarm_view import MOST_WORDS, SwarmView, plain
+from noloco_node.observe.swarm_view import MOST_WORDS, Change, SwarmView, plain
 from noloco_node.run.peer_state import Evaluation, PeerState, Wait, WaitCause
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
@@ -501,6 +502,19 @@ def test_a_picture_fits_and_says_first_what_counts(view: SwarmView, size: tuple[
     assert view.bottleneck.split()[0] in text[3]
 
 
+@given(width=st.integers(LEAST_WIDTH, 140), peers=st.sampled_from([1, 2, 16]))
+def test_no_figure_of_a_narrow_picture_is_cut(width: int, peers: int) -> None:
+    text = drawn(crowd(peers * 4, 4), width, 60)
+    headings = [number for number, line in enumerate(text) if "stage" in line and "tokens/s" in line]
+    assert len(headings) == 2
+    for number in headings:
+        assert "…" not in text[number]
+        titles, figures = text[number].split(), text[number + 1].replace(",", "").split()
+        assert "…" not in figures[-1]
+        assert float(figures[-1]) > 0.0
+        assert {"stage", "tokens/s"} < set(titles)
+
+
 @settings(max_examples=60)
 @given(
     stages=st.integers(1, 6),
@@ -567,6 +581,28 @@ def test_a_view_without_a_terminal_prints_changes_once_and_lines_now_and_then() 
     printed = console.file.getvalue().splitlines()
     assert sum("killed by SIGKILL" in text for text in printed) == 1
     assert len(printed) == 3
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    console = Console(file=io.StringIO(), force_terminal=True)
+    with LiveView(console, whole_screen=True) as live:
+        live.show(msgspec.structs.replace(crowd(4, 4), changes=(Change(at=BEGUN, name="a :smile:", text="b"),)))
+    assert isinstance(console.file, io.StringIO)
+    change, line = console.file.getvalue().splitlines()
+    assert change.endswith("  a :smile: b")  # as its peer calls itself
+    assert "tokens/s" in line
+
+
+def test_a_reader_that_has_read_enough_is_told_so_by_the_pipe() -> None:
+    """What ends the command is no error then (`noloco_node.cli.main`)."""
+    read, write = os.pipe()
+    os.close(read)
+    console = Console(file=os.fdopen(write, "w"))
+    with pytest.raises(BrokenPipeError), LiveView(console, whole_screen=True) as live:
+        live.show(crowd(4, 4))
+    with contextlib.suppress(BrokenPipeError):
+        console.file.close()
 
 
 @pytest.mark.parametrize("whole_screen", [False, True])

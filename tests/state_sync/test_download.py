@@ -25,6 +25,7 @@ from noloco_node.machine.interface import Reporter, StageModel
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.sim.clock import run
+from noloco_node.sim.hardware.memory_host import MemoryHost
 from noloco_node.sim.hardware.priced_stage import VirtualDevice
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.sim_network import SimNetwork
@@ -38,6 +39,7 @@ from noloco_node.state_sync.download import (
 )
 from noloco_node.storage.transfer_files import PartialDownload
 from noloco_node.swarm.membership import Membership
+from noloco_node.tasks import loop_s
 from noloco_node.terminal import Bar, say
 
 TOTAL_BYTES = 16 * sum(tensor.numel() for tensor in LIKE)
@@ -313,8 +315,10 @@ async def test_a_node_whose_donor_dies_goes_on_with_another() -> None:
     await asked_to_leave(late, survivor, source)
 
 
-async def test_a_newcomer_that_can_dial_nobody_says_so_and_keeps_trying() -> None:
-    hub = SimNetwork()
+async def test_a_newcomer_that_can_dial_nobody_says_so_and_keeps_trying(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its clock is set back meanwhile."""
+    hub, clock, begun_s = SimNetwork(), MemoryHost.unix_time, loop_s()
+    monkeypatch.setattr(MemoryHost, "unix_time", lambda self: clock(self) - 3600.0 * (loop_s() > begun_s + 50.0))
     peers = await swarm(hub, 1)
     hub.set_access("peer-old0", Access(dials_only=True))
     watch = Membership(hub.network("watch"), recipe(replicas=3, steps=4000, per_round=4).digest, 2)
@@ -323,6 +327,7 @@ async def test_a_newcomer_that_can_dial_nobody_says_so_and_keeps_trying() -> Non
     lines = [line for line in late.said if "waiting for a replica of stage 1" in line]
     assert 3 <= len(lines) <= 9
     assert "since" in lines[-1]
+    assert not any("(-" in line for line in lines), "nobody has waited for less than no time"
     assert "--stage" in lines[-1]
     roster = await watch.peek()
     (record,) = [record for record in roster.stage(1) if record.peer == "peer-late"]

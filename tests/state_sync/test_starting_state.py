@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -20,6 +21,7 @@ from gossip.rule.outer_step import ROUND_BOUND, OuterState, WeightAge
 from gossip.settings import OuterConfig
 from gossip.transfer.chunks import cut, listed
 from noloco_node.errors import UserError
+from noloco_node.journal import events as journal_events
 from noloco_node.network import wire
 from noloco_node.run.presets import PRESETS, run_text
 from noloco_node.run.protocols import state_schema
@@ -219,6 +221,8 @@ def test_weights_that_are_far_worse_fail_and_not_for_ever(loss: float) -> None:
         assert start.failed([loss] * (JUDGED - 1), others) is None
         found = start.failed([loss], others)
         assert found[1] == USUAL
+        told = journal_events.Disowned(stage=0, round=1, loss=found[0], usual=found[1])
+        assert journal_events.decode(msgspec.json.encode(journal_events.fields_of(told))) == told
     for _ in range(3):
         assert start.failed([loss] * JUDGED, others) is None
 

@@ -267,6 +267,19 @@ def test_a_disk_that_refuses_a_small_file_is_said_once_until_it_takes_it(tmp_pat
     assert len(said) == 2
 
 
+def test_a_directory_aside_is_emptied_and_what_its_links_name_stays(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "a file").touch()
+    aside = tmp_path / ".model.aside"
+    for left in ("directory", "own"):
+        (aside / left).mkdir(parents=True)
+    (aside / "a link").symlink_to(tmp_path / "own")
+    (aside / "a dead link").symlink_to(tmp_path / "nothing")
+    with atomic_file.locked_aside(tmp_path / "model") as empty:
+        assert list(empty.iterdir()) == []
+    assert (tmp_path / "own" / "a file").exists()
+
+
 @pytest.mark.parametrize("left", [False, True])
 def test_a_directory_is_held_by_one_process_at_once_and_kept_if_something_is_left_in_it(
     tmp_path: Path, left: bool

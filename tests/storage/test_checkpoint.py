@@ -1,10 +1,14 @@
 """Checkpoints: one whole file or none, and one whole file always."""
 
+import asyncio
 import errno
 import os
 import shutil
+import stat
 import subprocess
 import sys
+import tempfile
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +25,7 @@ from small_stages import INNER, cuts, make_stage, prepared
 from benchmarks.robustness.kill_checkpoint import kill_many
 from noloco_node.storage import atomic_file
 from noloco_node.storage.checkpoint import KEPT, Checkpoint, files, load, load_latest, save
+from noloco_node.storage.checkpoint_store import CheckpointStore
 
 
 def checkpoint(steps: int, run_id: str = "run") -> Checkpoint:
@@ -73,6 +78,17 @@ def test_the_last_few_written_are_kept_whatever_they_count(
         assert len(list(directory.iterdir())) == min(number + 1, keep)
 
 
+@given(st.from_regex(r"[0-9 a-z.-]{1,17}\.safetensors", fullmatch=True))
+def test_a_file_of_its_owner_beside_them_stays_as_it_is(name: str) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        own = Path(place) / name
+        own.write_bytes(b"a copy of the best one")
+        for step in range(3):
+            save(Path(place), checkpoint(step), keep=1)
+        assert own.read_bytes() == b"a copy of the best one"
+        assert [load(path).counters.inner_steps for path in files(Path(place))] == [2]
+
+
 def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".00000001-0000000001.safetensors.aside").write_bytes(b"half")
     assert load_latest(tmp_path, "run") is None
@@ -100,6 +116,11 @@ def test_a_damaged_file_costs_nothing_but_itself(tmp_path_factory: pytest.TempPa
     # Where the damage made it another run's checkpoint, it is passed over without a word.
     assert len(complaints) <= 1
     assert all(newer.name in complaint for complaint in complaints)
+    told: list[str] = []
+    store = CheckpointStore(directory, directory / "former", "run", "me", told.append)
+    assert asyncio.run(store.load(loaded.counters.stage)).counters.inner_steps == 1
+    # Where the damage made it another stage's, of that stage nothing is told.
+    assert told == complaints or (len(raw) > place and rb"\"stage\":%d," % loaded.counters.stage not in raw)
 
 
 @pytest.mark.parametrize("refuses", ["space", "write", "rename"])
@@ -147,6 +168,25 @@ def test_directories_that_are_new_are_flushed_into_those_above_them(
     flushed.clear()
     atomic_file.make_directory(tmp_path / "home" / "checkpoint")
     assert flushed == []
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EIO])
+def test_a_file_system_that_flushes_no_directory_takes_checkpoints_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Some network and user-space file systems; on a disk that fails nothing is taken for saved."""
+    true_fsync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        true_fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for step in range(6):
+        with nullcontext() if number != errno.EIO else pytest.raises(OSError, match="Input/output"):
+            save(tmp_path / "new" / "run", checkpoint(step))
+    assert number == errno.EIO or len(files(tmp_path / "new" / "run")) == KEPT
 
 
 def test_a_checkpoint_of_more_steps_than_its_name_has_digits_is_the_newest(tmp_path: Path) -> None:

@@ -316,18 +316,31 @@ async def test_metrics_are_there_and_nothing_else(said: list[str]) -> None:
 
 
 @on_both_loops
-async def test_connections_are_few(said: list[str], loop: Any) -> None:
+async def test_connections_that_ask_for_nothing_are_few_and_keep_nobody_out(said: list[str], loop: Any) -> None:
     errors: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, error: errors.append(error))
     async with scraped(said) as port:
-        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(OF_METRICS.connections)]
-        assert await ask(port, b"GET /metrics HTTP/1.0\r\n\r\n") == b""
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2 * OF_METRICS.connections)]
+        assert await ask(port, b"GET /metrics HTTP/1.0\r\n\r\n")
+        async with asyncio.timeout(LAST_RESORT_S):
+            for reader, _ in held[: OF_METRICS.connections + 1]:  # the oldest made room
+                assert await reader.read() == b""
         for _, writer in held:
             await closed(writer)
-        async with asyncio.timeout(LAST_RESORT_S):
-            while not await ask(port, b"GET /metrics HTTP/1.0\r\n\r\n"):
-                pass
     assert not errors, "strangers could fill the log"
+
+
+@on_both_loops
+async def test_where_all_connections_are_at_work_one_more_is_refused(
+    said: list[str], monkeypatch: pytest.MonkeyPatch, loop: Any
+) -> None:
+    monkeypatch.setattr(server, "OF_PAGE", server.OF_PAGE._replace(connections=2))
+    async with served(said) as (page, url, session):
+        page.show(view_of(2, 2))
+        async with session.get(f"{url}events") as first, session.get(f"{url}events") as second:
+            assert await ask(port_of(url), HEAD % b"" + b"\r\n") == b""
+            page.show(view_of(2, 2))
+            assert [len(await frames(each, 2)) for each in (first, second)] == [2, 2]
 
 
 async def test_a_request_that_does_not_come_is_not_waited_for(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -404,6 +404,7 @@ def test_weights_that_the_rule_does_not_ask_for_change_nothing(what: str, blocki
     assert a.met == []
     assert a.lost
     assert all(loss.implausible and why in loss.why for loss in a.lost)
+    assert a.rounds.reasons["lost"] == a.lost[-1].why
     assert a.rounds.statistics().get("too_stale", 0) == 0, "nothing was lent for good"
     assert torch.equal(a.rounds.state.slow[0], drawn(1))
 

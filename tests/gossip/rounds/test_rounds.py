@@ -412,6 +412,7 @@ def test_nobody_answers_skip_a_few_times_then_solo() -> None:
     assert kinds == ["skipped"] * 3 + ["solo"] + ["skipped"] * 3 + ["solo"] + ["skipped"]
     assert [event.in_a_row for event in toy.events if isinstance(event, RoundSkipped)] == [1, 2, 3, 1, 2, 3, 1]
     assert toy.rounds.statistics()["unanswered"] > 0
+    assert list(toy.rounds.reasons) == ["unanswered"]
 
 
 async def test_a_newcomer_joins_later_and_meets() -> None:
