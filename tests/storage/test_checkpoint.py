@@ -4,9 +4,11 @@ import asyncio
 import errno
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,6 +168,25 @@ def test_directories_that_are_new_are_flushed_into_those_above_them(
     flushed.clear()
     atomic_file.make_directory(tmp_path / "home" / "checkpoint")
     assert flushed == []
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EIO])
+def test_a_file_system_that_flushes_no_directory_takes_checkpoints_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Some network and user-space file systems; on a disk that fails nothing is taken for saved."""
+    true_fsync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        true_fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for step in range(6):
+        with nullcontext() if number != errno.EIO else pytest.raises(OSError, match="Input/output"):
+            save(tmp_path / "new" / "run", checkpoint(step))
+    assert number == errno.EIO or len(files(tmp_path / "new" / "run")) == KEPT
 
 
 def test_a_checkpoint_of_more_steps_than_its_name_has_digits_is_the_newest(tmp_path: Path) -> None:
