@@ -71,7 +71,7 @@ def _remove_left(directory: Path, pattern: str) -> None:
     """Remove files that killed processes have left aside; what a living one writes is locked."""
     for left in directory.glob(pattern):
         with suppress(OSError):  # it has gone, or it is locked
-            descriptor = os.open(left, os.O_RDONLY)
+            descriptor = os.open(left, os.O_WRONLY)  # NFS locks no file that is open for reading alone
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 left.unlink(missing_ok=True)
