@@ -63,8 +63,8 @@ class _Log:
             line = {"at": round(time.time(), 3), "level": level, **{k: v for k, v in known.items() if v}, "text": text}
             _print(json.dumps(line))
         elif _reaches_systemd():
-            whose = f"{self.peer}: " if self.peer else ""
-            _print(f"<{PRIORITIES[level]}>{self.mark}{whose}{text}")
+            begin = f"<{PRIORITIES[level]}>{self.mark}" + (f"{self.peer}: " if self.peer else "")
+            _print("\n".join(begin + line for line in text.split("\n")))  # each line is an entry of its own
         else:
             _print_plain(self.mark + (f"{level}: {text}" if level in (LogLevel.WARNING, LogLevel.ERROR) else text))
 
@@ -138,7 +138,7 @@ def warn(text: str) -> None:
 
 def complain(text: str) -> None:
     """Print why a command has ended, in one or several lines; on a terminal they are as narrow as it is."""
-    if _LOG.as_json:
+    if _LOG.as_json or _reaches_systemd():
         _LOG.write(LogLevel.ERROR, text)
     else:
         _print("\n".join(_as_narrow_as_terminal(line, below=7) for line in (_LOG.mark + text).split("\n")))

@@ -133,8 +133,10 @@ def test_the_systemd_journal_is_told_the_level_and_not_the_time(
         terminal.sign("abcd1234")
         say("first")
         terminal.warn("second")
+        terminal.complain("third\n  why: fourth")
         file.seek(0)
-        assert file.read() == "<6>abcd1234: first\n<4>abcd1234: second\n"
+        said = ("<6>abcd1234: first", "<4>abcd1234: second", "<3>abcd1234: third", "<3>abcd1234:   why: fourth")
+        assert file.read().splitlines() == list(said)
 
 
 @pytest.mark.usefixtures("_as_before")

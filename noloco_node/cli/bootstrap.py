@@ -142,7 +142,7 @@ async def host(options: BootstrapOptions) -> None:
                 membership.run(),
                 admissions.watch(),
                 supervised("noting how far the run is", lambda: history.follow(membership), warn),
-                supervised("keeping the invite", lambda: kept.follow(membership), warn),
+                supervised("keeping the invite", lambda: kept.follow(membership, network.addresses), warn),
                 supervised("the line about the swarm", lambda: tell_of(membership), warn),
                 views.follow(membership, network, recipe),
             ):

@@ -111,11 +111,10 @@ class Assignment:
         context: NodeContext,
         services: NodeServices,
         start: Start,
-        addresses: tuple[str, ...],
         moves: int,
         unfit: set[int],
     ) -> None:
-        self._context, self._services, self._addresses = context, services, addresses
+        self._context, self._services = context, services
         self._reporter = context.reporter
         replica = self.replica = _make_replica(context, services, start)
         self._server = StageServer(context, replica)
@@ -313,7 +312,6 @@ class Assignment:
         record = structs.replace(
             record,
             samples=services.work.samples,
-            addresses=self._addresses,
             waiting=waiting[:MOST_WAITS],
             budget=spending(context.network.statistics()),
             hops=self._progress.hops,

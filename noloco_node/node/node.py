@@ -47,7 +47,6 @@ from noloco_node.tasks import background, supervised, until_event
 from pipeline.placement import Move
 
 LAST_WORD_S = 5.0  # how long a node that has failed tries to tell the others that it leaves
-MOST_ADDRESSES = 8  # the most addresses in our record, which has little room
 
 
 class Node:
@@ -105,7 +104,6 @@ class Node:
             snapshots=snapshots,
         )
         self.assignment: assignments.Assignment | None = None  # our assignment; None on the way to a stage
-        self._addresses: tuple[str, ...] = ()
         self._unfit: set[int] = set()
         self._failed: dict[int, FailedSnapshots] = {}  # snapshots that proved worthless, by stage
 
@@ -132,7 +130,6 @@ class Node:
         """Join the run, train until it ends or `leave` is set, serve the weights for a while, and withdraw."""
         context = self._context
         network, record = context.network, context.reporter.record
-        self._addresses = (await network.addresses())[:MOST_ADDRESSES]
         health = supervised("the watch over this node", self._services.health.run, context.reporter.warn)
         async with background(context.membership.run(), health):
             await network.serve(run_distribution.TOPIC, run_distribution.SCHEMA, context.run_file.serve)
@@ -207,7 +204,7 @@ class Node:
         if start is None:
             return None
         await self._services.snapshots.begin(start.number)
-        return assignments.Assignment(self._context, self._services, start, self._addresses, moves, self._unfit)
+        return assignments.Assignment(self._context, self._services, start, moves, self._unfit)
 
     async def _arrive(self, request: StageRequest, leave: asyncio.Event) -> Start | None:
         """Join a stage as a node that has served one; None once we are asked to leave."""

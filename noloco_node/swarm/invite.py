@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -184,13 +184,13 @@ def _malformed(why: str) -> UserError:
 
 
 class KeptInvite:
-    """Keeps an invite in a home: `own` addresses, those of the invite that we used, and some of living peers.
+    """Keeps an invite in a home: our `own` addresses, those of the invite that we used, and some of living peers.
 
     Peers met before stay in it behind the living ones, so that a peer that is alone can return by them.
     """
 
     def __init__(self, home: HomePaths, came_by: Invite, own: Sequence[str], say: Callable[[str], None]) -> None:
-        self._file, self._own = atomic_file.KeptFile(home.invite, "an invite", say), own
+        self._file, self._own, self._say = atomic_file.KeptFile(home.invite, "an invite", say), own, say
         self._me = peer_of_file(home.identity)
         # The invite that we used may be our own, with the addresses of earlier starts.
         used = not_ours(came_by.addresses, home) if own else came_by.addresses
@@ -207,10 +207,25 @@ class KeptInvite:
             self._written = text
         return text
 
-    async def follow(self, membership: Membership) -> NoReturn:
-        """Add living peers from the roster until cancelled."""
+    def move(self, own: Sequence[str]) -> None:
+        """Note our addresses of now; say so where none of those before is left. Without a line they stay."""
+        has_no_line = bool(beyond_this_machine(self._own)) and not beyond_this_machine(own)
+        if has_no_line or not own:
+            return
+        earlier, self._own = self._own, own
+        if not set(earlier) & set(own):
+            text = without_secret(self.keep())
+            self._say(f"our addresses have changed, and earlier invites may lead to us no more; this one does: {text}")
+
+    async def follow(self, membership: Membership, addresses: Callable[[], Awaitable[Sequence[str]]]) -> NoReturn:
+        """Note our `addresses` and add living peers from the roster until cancelled."""
         while True:
-            self.keep(some_addresses(await membership.changed()))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(EVERY_S):
+                    await membership.changed()
+            with suppress(ConnectionError):
+                self.move(await addresses())
+            self.keep(some_addresses(membership.roster))
             await asyncio.sleep(EVERY_S)
 
 

@@ -66,6 +66,8 @@ REFRESHES = 3
 SAMPLE_RENEWALS = 2
 """The same where a roster is a sample: another reading finds the peer again."""
 LONGEST_IN_DHT_S = 3600.0
+MOST_ADDRESSES = 8
+"""The most addresses in our record, which has little room."""
 REFRESHES_PER_RECEIPTS = 2
 """Refreshes between two publications of receipts, and between two readings."""
 READS_FOR_NEWCOMERS = 4
@@ -93,6 +95,8 @@ class Membership:
         self._network, self._run_id, self._unix_time, self._name = network, run_id, unix_time, name
         self._sources_key, self._receipts_key = f"{run_id}/sources", f"{run_id}/receipts"
         self._given = given
+        self._addresses: tuple[str, ...] = ()
+        """Where others reach us: a machine may change its address while it runs."""
         self._lifetime_s, self._refresh_s = max(LIFETIME_S, REFRESHES * refresh_s), refresh_s
         self._own: PeerRecord | None = None
         self._publish_s = float("-inf")
@@ -186,6 +190,7 @@ class Membership:
 
     async def claim(self, record: PeerRecord) -> Roster:
         """Publish that we serve `record.stage` from now on; return the roster read right after."""
+        await self._note_addresses()
         before, self._own = self._own, record
         if before is not None and before.stage != record.stage:
             await self._publish(msgspec.structs.replace(before, state=PeerState.LEAVING))
@@ -301,7 +306,9 @@ class Membership:
             while True:
                 self._hurry.clear()
                 if self._own is not None and loop_s() >= self._publish_s:
-                    await self._publish(self._own)
+                    await self._note_addresses()
+                    if self._own is not None:
+                        await self._publish(self._own)
                 await self._read_due()
                 await self._rest(self._refresh_s * self._rng.uniform(0.9, 1.1))
         except Exception:
@@ -332,6 +339,10 @@ class Membership:
     def _sizes(self) -> tuple[StageSize | None, ...]:
         return tuple(division.size for division in self._divisions)
 
+    async def _note_addresses(self) -> None:
+        with contextlib.suppress(ConnectionError):  # the last ones stay
+            self._addresses = (await self._network.addresses())[:MOST_ADDRESSES]
+
     def _stage_key(self, number: int) -> str:
         return f"{self._run_id}/stage/{number}"
 
@@ -339,7 +350,7 @@ class Membership:
         # Grows over a restart too, and should our clock be set back.
         unix_s = max(0.0, self._unix_time())
         self._serial = max(self._serial + 1, int(1000 * unix_s))
-        named = msgspec.structs.replace(record, name=self._name, given=self._given())
+        named = msgspec.structs.replace(record, name=self._name, addresses=self._addresses, given=self._given())
         division, lifetime_s = self._divisions[record.stage], self._lifetime_s
         # All who read us see that we have finished, for by that they end; where any stage is a sample, by this alone.
         ends = record.state is PeerState.FINISHED and self._roster.is_sample

@@ -187,6 +187,30 @@ def test_a_home_that_joins_by_its_own_invite_again_and_again_keeps_the_way_into_
             assert {each for each in now.values() if place(1)[-20:] not in each} <= set(listed(came_by))
 
 
+@settings(max_examples=20)
+@given(
+    st.lists(st.lists(st.sampled_from(["192.0.2.1", "192.0.2.2", "127.0.0.1"]), max_size=2, unique=True), max_size=6)
+)
+def test_an_invite_leads_to_where_its_peer_is_now(moves: list[list[str]]) -> None:
+    def at(hosts: list[str]) -> list[str]:
+        return [place(1).replace("192.0.2.1", host) for host in hosts]
+
+    with TemporaryDirectory() as directory:
+        home, said = home_of(1, Path(directory)), list[str]()
+        kept = KeptInvite(
+            home, invite.parse(invite.format(DIGEST, ADDRESSES[:1])), own := at(["192.0.2.1"]), said.append
+        )
+        kept.keep()
+        for hosts in moves:
+            told = len(said)
+            kept.move(now := at(hosts))
+            is_cut_off = not set(hosts) - {"127.0.0.1"}
+            is_away = not is_cut_off and not set(own) & set(now)
+            own = own if is_cut_off else now
+            assert listed(kept.keep()) == [*own, ADDRESSES[0]], "without a line a peer is where it was"
+            assert [invite.found(None, home.path) in line for line in said[told:]] == [True] * is_away
+
+
 def test_an_invite_says_from_where_it_can_be_used() -> None:
     assert from_where(ADDRESSES[:1]) == "from another machine"
     assert from_where([f"/ip4/127.0.0.1/tcp/4001/p2p/{ED25519}"]).startswith("on this machine")

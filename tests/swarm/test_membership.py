@@ -186,6 +186,7 @@ class Forgetful:
         self._network, self.blind, self.fails = network, False, False
         self.peer_id, self.publish = network.peer_id, network.publish
         self.talk, self.serve, self.statistics = network.talk, network.serve, network.statistics
+        self.addresses = network.addresses
 
     async def read_all(self, keys: Sequence[str]) -> list[Mapping[str, bytes] | None]:
         if self.fails:
@@ -299,6 +300,26 @@ async def test_a_clock_that_is_set_back_a_day_costs_nobody_anything() -> None:
         for _ in range(12):
             await asyncio.sleep(5)
             assert peers(one.roster) == peers(other.roster) == [["a", "b"], []]
+    running.cancel()
+
+
+async def test_a_record_follows_the_address_of_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub, places = SimNetwork(WEATHER), [("/ip4/192.0.2.1/tcp/4001/p2p/a",), ("/ip4/192.0.2.2/tcp/4001/p2p/a",)]
+    network, one = present(hub, "a")
+    now: list[tuple[str, ...]] = [places[0]]
+
+    async def addresses() -> tuple[str, ...]:
+        if not now:
+            raise ConnectionResetError("our own libp2p daemon is gone")
+        return now[-1]
+
+    monkeypatch.setattr(network, "addresses", addresses)
+    await one.claim(record("a", 0))
+    other, _ = await joined(hub, "b")
+    running = asyncio.create_task(one.run())
+    for now[:], expected in (([places[0]], places[0]), ([places[1]], places[1]), ([], places[1])):
+        await asyncio.sleep(25)
+        assert other.roster.stages[0][0].addresses == expected
     running.cancel()
 
 
