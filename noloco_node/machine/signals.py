@@ -97,6 +97,12 @@ def end_of_service() -> None:
         signal.signal(number, leave_at_once)
 
 
+def ignore_from_now_on() -> None:
+    """Let no signal change the exit code: the interpreter takes its handlers away a moment before it is gone."""
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 @dataclass(slots=True)
 class Departure:
     """`asked`: set when the node shall leave. `polite`: set by the body once it will heed that."""

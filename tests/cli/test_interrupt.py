@@ -147,6 +147,21 @@ def test_a_signal_while_libraries_are_loaded_ends_the_process_with_a_word(
     assert ended.stderr == ("" if stays else "noloco-node: interrupted\n")
 
 
+@pytest.mark.parametrize("number", STOPS)
+def test_a_signal_in_the_last_moment_of_the_interpreter_changes_no_exit_code(number: signal.Signals) -> None:
+    ending = (
+        "import os, sys, types\n"
+        "from noloco_node.__main__ import main\n"
+        "class Last:\n"
+        f"    def __del__(self, kill=os.kill, pid=os.getpid()):\n        kill(pid, {number:d})\n"
+        "sys.modules['noloco_node.cli.main'] = types.SimpleNamespace(main=lambda: sys.exit(7))\n"
+        "last = Last()\n"
+        "main()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", ending], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (7, "")
+
+
 def test_a_termination_ends_a_page_that_a_script_shows_in_the_background(tmp_path: Path) -> None:
     with Journal(tmp_path / "journal.jsonl") as journal:
         journal.write(events.Started(peer="12D3peer", stage=0, run="r", version="0"))

@@ -44,7 +44,7 @@ from tests.explorer.bound_invariants import BoundInvariants
 from tests.explorer.distance_invariants import DistanceInvariants
 from tests.explorer.liveness_invariants import LivenessInvariants
 from tests.explorer.meetings import MeetingChecker
-from tests.explorer.observation import CheckerContext, is_closed, slots, told
+from tests.explorer.observation import CheckerContext, is_closed, is_over, slots, told
 from tests.explorer.round_invariants import RoundInvariants
 from tests.explorer.session_records import Break, Delays, SessionRecord, begin_record, fast_of
 
@@ -198,11 +198,12 @@ class InvariantChecker(Watcher):
     def _check_rosters(self) -> None:
         training, now_s = self._context.training(hostile=True), self._world.now_s
         roster_s = self._context.delays.roster_s
-        # A peer that drains before it moves says that it leaves: others may see that for a while, and then no more. In
-        # a blocking run it drains for a meeting too, and says nothing: a silent partner may hold it for as long.
+        # A peer that drains before it moves says that it leaves: others may see that for a while, and then no more.
+        # Where the run is over it says nothing while it drains; in a blocking run neither, before a meeting: a silent
+        # partner may hold it for as long.
         going, gone = set[str](), set[str]()
         for record, replica in training:
-            moves = record.asked is None and is_closed(replica)
+            moves = record.asked is None and is_closed(replica) and not is_over(record.peer)
             record.closed_s = (record.closed_s or now_s) if moves else None
             if record.closed_s is not None:
                 is_gone = now_s - record.closed_s > roster_s and not self._world.setting.run.outer.blocking

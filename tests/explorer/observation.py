@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 
 from gossip.settings import OuterConfig
 from noloco_node.errors import leaves
+from noloco_node.node.assignment import RunOver
 from noloco_node.node.replica import Replica
+from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.world import World
 from pipeline.admission_window import AdmissionWindow
 from tests.explorer.session_records import Delays, SessionRecord, SessionRecords
@@ -129,6 +131,12 @@ class CheckerContext:
 def is_closed(replica: Replica) -> bool:
     """Say whether the replica lets nobody in any more, for it goes or the run is over."""
     return replica.admission._closed is not None
+
+
+def is_over(peer: SimulatedPeer) -> bool:
+    """Say whether a peer's assignment ends because the run is over."""
+    node = None if peer.session is None else peer.session.node
+    return node is not None and node.assignment is not None and isinstance(node.assignment._ending, RunOver)
 
 
 def clipped(replica: Replica) -> int:
