@@ -222,8 +222,7 @@ class ForeignStage:
                 raise TrainingFailed(
                     "The module has changed since it joined.",
                     why=f"a parameter of the shape {list(shape)} has the shape {list(each.shape)} now",
-                    hint="whole parameters while the optimiser is in the run: resize them before GossipOptimizer is made,"
-                    " and let nothing shard them",
+                    hint="resize parameters before GossipOptimizer is made, and let nothing shard them",
                     code=Exit.CONFIG,
                 )
         return self._parameters
