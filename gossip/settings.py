@@ -36,7 +36,8 @@ class Format(StrEnum):
 
 
 # The least and the most that a number may be; `noloco_node.run.fields` holds a run file to them.
-StepCount = Annotated[int, (1, 10**6)]
+MOST_STEPS_PER_ROUND = 10**6
+StepCount = Annotated[int, (1, MOST_STEPS_PER_ROUND)]
 SkipCount = Annotated[int, (1, 10_000)]
 StepPeriod = Annotated[int, (1, 1000)]
 LineShare = Annotated[float, (0.01, 0.99)]

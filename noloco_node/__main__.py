@@ -4,16 +4,18 @@ To load what a command needs takes seconds, in which nothing is held. Some libra
 imported, and fail later of its consequences: until a command says otherwise, a signal ends the process on the spot.
 """
 
+import atexit
 import os
 import sys
 
-from noloco_node.machine.signals import leave_at_once, set_answer
+from noloco_node.machine.signals import ignore_from_now_on, leave_at_once, set_answer
 
 
 def main() -> None:
     """Run the command line."""
     _open_standard_streams()
     set_answer(leave_at_once)
+    atexit.register(ignore_from_now_on)  # called last, since it is registered first
     from noloco_node.cli.main import main as run_command
 
     run_command()

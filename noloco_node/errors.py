@@ -26,7 +26,8 @@ class Exit(IntEnum):
     OTHER_RUN = 5
     """The peers that answered, or those of the invite, belong to another run or use another version of the protocol."""
     HOME_IN_USE = 6
-    """Another node already uses this home, or its identity is in use elsewhere."""
+    """Another node already uses this home, or its identity is in use elsewhere; or the home was moved or removed while
+    its node ran."""
     PORT_TAKEN = 7
     """Another program already listens on the port asked for."""
     DAEMON = 8

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Type
 if TYPE_CHECKING:
     from torch import Tensor
 
+MOST_STEPS = 10**9
 MomentForm: TypeAlias = Literal["float32", "int8"]  # how a stage keeps its weights and moments
 Forgetting = Annotated[float, (0.0, None, 1.0)]  # from 0 to below 1; Adam forgets at the rate 1 - beta
 
@@ -47,7 +48,7 @@ class InnerConfig:
     nesterov: ClassVar[bool] = True
     """Whether a step takes the first moment as it would be after the same gradient once more (research/results.md)."""
 
-    steps: Annotated[int, (1, 10**9)] = 25_000
+    steps: Annotated[int, (1, MOST_STEPS)] = 25_000
     """Inner steps that each planned source takes: with the batch and the planned replicas, the run's token budget."""
     learning_rate: Annotated[float, (1e-12, 100.0)] = 6e-4
     warmup_steps: int = 1000

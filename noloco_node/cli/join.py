@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias
 
 from msgspec import structs
 
@@ -67,6 +67,9 @@ if TYPE_CHECKING:
     from noloco_node.machine.device import EnergyMeter
 
     PrepareMachine: TypeAlias = Callable[[MachineRequest], Machine]
+
+
+HOME_LOOK_S = 1.0  # between two looks whether the home is there: a checkpoint makes the directories that it needs
 
 
 def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
@@ -154,6 +157,7 @@ async def take_part(
         async with (
             (departs or partial(departure, say))() as leaving,
             views_served(metrics_at, page_at, invite.digest, own) as views,
+            background(home_watched(home)),
         ):
             meter, observers = energy_meter(torch_device), (curves.take, observe)
             recorder = Recorder(journal, evaluations, views, torch_device, meter, observers)
@@ -163,6 +167,13 @@ async def take_part(
                 access, options, home, torch_device, reporter, leaving, views, sessions, met, prepare or machine_for
             )
             await live_in_sessions(sessions, leaving, opened, participant.take_part)
+
+
+async def home_watched(home: Home) -> NoReturn:
+    """Raise `UserError` once the home is no longer there."""
+    while True:
+        home.check()
+        await asyncio.sleep(HOME_LOOK_S)
 
 
 class Recorder(NamedTuple):

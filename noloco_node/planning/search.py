@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
+from gossip.settings import MOST_STEPS_PER_ROUND
 from noloco_node.errors import UserError, config_error
 from noloco_node.machine.memory import gpu_for, wanted_bytes
 from noloco_node.planning.model_layout import ModelLayout, model_layout
@@ -22,7 +23,7 @@ from noloco_node.planning.throughput import Machines, Throughput, fits, forecast
 from noloco_node.run.config import MOST_MICROBATCHES, PipelineConfig, RunConfig
 from noloco_node.units import format_bytes
 from pipeline.adapters.settings import Form
-from pipeline.inner_step import MomentForm
+from pipeline.inner_step import MOST_STEPS, MomentForm
 from pipeline.messages import ACTIVATION_CODECS, check_width
 
 MOST_TOKENS = 2**20  # of an inner step of all peers together: the paper trains on half of that to twice
@@ -215,12 +216,13 @@ def _with_pipeline(run: RunConfig, **fields: object) -> RunConfig:
 def _with_rounds(planned: Planned, before: RunConfig) -> RunConfig:
     """Return the plan with rounds as often as their share allows, and the budget of tokens that the run had."""
     run, outer = planned.run, before.outer
-    steps = max(1, round(before.budget_samples / planned.run.batch))
+    steps = min(MOST_STEPS, max(1, round(before.budget_samples / planned.run.batch)))
     # Rarer rounds than these teach nothing; `plan_text` says so where lines do not carry them in time.
-    early = max(outer.inner_steps_per_round, min(planned.expected.steps_per_round, steps // LEAST_ROUNDS))
+    most = min(MOST_STEPS_PER_ROUND, steps // LEAST_ROUNDS)
+    early = max(outer.inner_steps_per_round, min(planned.expected.steps_per_round, most))
     late = outer.late_inner_steps_per_round
     if late is not None:
-        late = max(early, min(late, steps // LEAST_ROUNDS))
+        late = max(early, min(late, most))
     warmup = min(steps - 1, round(before.inner.warmup_steps * steps / before.inner.steps))
     return structs.replace(
         run,

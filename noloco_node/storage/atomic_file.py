@@ -62,7 +62,7 @@ def _locked_file(path: Path, mode: int) -> tuple[Path, int]:
         lock = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with suppress(OSError):  # not every file system knows locks; nobody can take the file for a left one there
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if _is_held(lock, aside):
+        if is_held(lock, aside):
             return aside, lock
         os.close(lock)  # another writer has removed it before it was locked
 
@@ -71,7 +71,7 @@ def _remove_left(directory: Path, pattern: str) -> None:
     """Remove files that killed processes have left aside; what a living one writes is locked."""
     for left in directory.glob(pattern):
         with suppress(OSError):  # it has gone, or it is locked
-            descriptor = os.open(left, os.O_RDONLY)
+            descriptor = os.open(left, os.O_WRONLY)  # NFS locks no file that is open for reading alone
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 left.unlink(missing_ok=True)
@@ -156,7 +156,7 @@ def locked_aside(directory: Path) -> Iterator[Path]:
             shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
         yield aside
     finally:
-        if _is_held(lock, aside):
+        if is_held(lock, aside):
             shutil.rmtree(aside, ignore_errors=True)
         os.close(lock)
 
@@ -173,7 +173,7 @@ def held(beside: Path, directory: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):  # not empty: it is kept
-            if _is_held(lock, beside):
+            if is_held(lock, beside):
                 beside.rmdir()
         os.close(lock)
 
@@ -190,16 +190,16 @@ def _lock(aside: Path, directory: Path) -> int:
             raise usage_error(
                 f"Another process is writing {directory}.", f"it holds {aside}", "wait for it, or choose another path"
             ) from None
-        if _is_held(lock, aside):
+        if is_held(lock, aside):
             return lock
         os.close(lock)  # of a directory that its owner has just removed or renamed
 
 
-def _is_held(lock: int, aside: Path) -> bool:
-    """Say whether a directory is still the one that was locked."""
+def is_held(lock: int, aside: Path) -> bool:
+    """Say whether a file or a directory is still the one that was locked."""
     try:
         return os.path.samestat(os.fstat(lock), os.stat(aside))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 

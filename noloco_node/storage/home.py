@@ -157,6 +157,17 @@ class Home(HomePaths, AbstractContextManager["Home"]):
                 raise
         return cls(path, lock)
 
+    def check(self) -> None:
+        """Raise `UserError` (HOME_IN_USE) where the directory is no longer there: it was moved, removed or replaced."""
+        with suppress(OSError):  # a disk that is away for a while
+            if not atomic_file.is_held(self._lock, self.path / "lock"):
+                raise UserError(
+                    f"The home {self.path} is gone.",
+                    why="its file `lock` is not the one that this node has locked: it was moved, removed or replaced",
+                    hint="start the node again with --home and the directory's new path",
+                    code=Exit.HOME_IN_USE,
+                )
+
     def close(self) -> None:
         if self._lock >= 0:
             os.close(self._lock)

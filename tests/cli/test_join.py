@@ -12,7 +12,7 @@ import torch
 from noloco_node.cli import join
 from noloco_node.cli.join import Recorder, without_effect
 from noloco_node.cli.options import JoinOptions
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit, UserError, user_error_of
 from noloco_node.journal import events, reader
 from noloco_node.journal.writer import Journal
 from noloco_node.machine.device import EnergyMeter
@@ -39,6 +39,35 @@ def test_the_journal_says_which_process_and_which_device(tmp_path: Path) -> None
     assert isinstance(changed, events.StateChanged)
 
 
+@asynccontextmanager
+async def departs() -> AsyncIterator[Departure]:
+    yield Departure(asyncio.Event())
+
+
+@pytest.mark.real_time
+async def test_a_node_whose_home_is_moved_ends_and_makes_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+
+    @asynccontextmanager
+    async def moved(*_: object) -> AsyncIterator[None]:
+        home.rename(tmp_path / "elsewhere")
+        await asyncio.Event().wait()
+        yield
+
+    monkeypatch.setattr(join, "connected", moved)
+    monkeypatch.setattr(join, "HOME_LOOK_S", 0.0)
+    invite = parse(f"{SCHEME}{64 * 'a'}@/ip4/127.0.0.1/tcp/9/p2p/{ID}")
+    async with asyncio.timeout(60):
+        with pytest.raises(ExceptionGroup) as caught:
+            await join.take_part(invite, JoinOptions(home=home, device="cpu"), departs)
+    trouble = user_error_of(caught.value)
+    assert trouble is not None
+    assert (trouble.code, trouble.what) == (Exit.HOME_IN_USE, f"The home {home} is gone.")
+    assert not home.exists()
+
+
 @pytest.mark.real_time
 async def test_a_run_that_nobody_serves_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @asynccontextmanager
@@ -46,13 +75,9 @@ async def test_a_run_that_nobody_serves_leaves_no_directory(tmp_path: Path, monk
         raise UserError("", why="", hint="", code=Exit.UNREACHABLE)
         yield
 
-    @asynccontextmanager
-    async def departs() -> AsyncIterator[Departure]:
-        yield Departure(asyncio.Event())
-
     monkeypatch.setattr(join, "connected", closed)
     invite = parse(f"{SCHEME}{64 * 'a'}@/ip4/127.0.0.1/tcp/9/p2p/{ID}")
-    with pytest.raises(UserError):
+    with pytest.raises(ExceptionGroup):
         await join.take_part(invite, JoinOptions(home=tmp_path, device="cpu"), departs)
     assert (tmp_path / "journal.jsonl").exists()
     assert not (tmp_path / "runs").exists()

@@ -634,6 +634,17 @@ def test_a_reader_that_has_read_enough_is_told_so_by_the_pipe() -> None:
 
 
 @pytest.mark.parametrize("whole_screen", [False, True])
+def test_a_live_view_restores_no_terminal_that_was_closed(whole_screen: bool) -> None:
+    terminal, screen = os.openpty()
+    console = Console(file=os.fdopen(screen, "w"), force_terminal=True)
+    with LiveView(console, whole_screen=whole_screen) as live:
+        live.show(crowd(1, 1))
+        os.close(terminal)
+    with contextlib.suppress(OSError):
+        console.file.close()
+
+
+@pytest.mark.parametrize("whole_screen", [False, True])
 def test_a_live_view_gives_the_terminal_back(whole_screen: bool) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100, height=30)
     live = LiveView(console, whole_screen=whole_screen, address="http://127.0.0.1:1/")

@@ -38,7 +38,7 @@ from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.presets import PRESETS, numbers_of, run_text
 from noloco_node.run.runfile import decode_run, load_run, validate
 from pipeline.adapters.settings import AdapterConfig
-from pipeline.inner_step import InnerConfig
+from pipeline.inner_step import MOST_STEPS, InnerConfig
 
 SIZES = {
     "hidden_size": 64,
@@ -290,6 +290,14 @@ def test_many_machines_keep_the_batch_or_say_what_becomes_of_it(
     assert "One such machine alone: about" in told or "The model does not fit one such machine" in told
     assert "a parameter (20 use the work best" in told
     assert ("of the 20 rounds that mix the replicas" in told) == (preset == "tiny")
+
+
+@EXAMPLES
+@given(MACHINES)
+def test_a_plan_of_the_longest_run_keeps_to_the_steps_that_a_run_file_may_have(machines: Machines) -> None:
+    found = planned(machines, structs.replace(RUN, inner=replace(RUN.inner, steps=MOST_STEPS)))
+    if found is not None:
+        validate(found.run)
 
 
 def test_a_plan_keeps_to_the_windows_that_a_run_file_may_have() -> None:

@@ -129,6 +129,13 @@ def test_the_next_writer_removes_what_a_killed_one_left_and_nothing_of_a_living_
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_directories_beside_are_no_files_that_a_writer_left(tmp_path: Path) -> None:
+    (beside := tmp_path / ".file.0123abcd.aside").mkdir()
+    atomic_file.write(tmp_path / "file", b"any")
+    atomic_file.sweep(tmp_path)
+    assert beside.is_dir()
+
+
 def test_a_file_that_is_removed_before_it_is_locked_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -60,6 +61,22 @@ def test_no_invite_s_secret_is_written_into_the_lock(tmp_path: Path, monkeypatch
     assert secret not in signed.command
     assert f"{SCHEME}555" in signed.command
     assert "--stay" in signed.command
+
+
+@pytest.mark.parametrize("how", ["moved", "removed", "replaced", "a file"])
+def test_a_home_that_is_gone_is_told(tmp_path: Path, how: str) -> None:
+    with Home.open(path := tmp_path / "home") as home:
+        home.check()
+        path.rename(tmp_path / "elsewhere")
+        if how == "removed":
+            shutil.rmtree(tmp_path / "elsewhere")
+        elif how == "replaced":
+            Home.open(path).close()
+        elif how == "a file":
+            path.touch()
+        for _ in range(2):
+            with user_error(Exit.HOME_IN_USE, "is gone[^$]*moved, removed or replaced"):
+                home.check()
 
 
 def test_a_holder_that_has_not_signed_yet_is_no_riddle(tmp_path: Path) -> None:
