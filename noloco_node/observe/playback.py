@@ -23,19 +23,17 @@ from noloco_node.errors import UserError, config_error
 from noloco_node.journal import events
 from noloco_node.journal.reader import journals_in, read
 from noloco_node.observe.journal_observer import JournalObserver
-from noloco_node.observe.peer_history import PeerHistory
+from noloco_node.observe.peer_history import PeerHistory, is_usable
 from noloco_node.observe.swarm_view import Change, SwarmView
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import decode_run
 from noloco_node.storage.home import HomePaths
-from noloco_node.units import LARGEST, LATEST_UNIX_S, LEAST, UnixSeconds, format_clock
+from noloco_node.units import UnixSeconds, format_clock
 
 TRACE = "events.jsonl"  # what `simulate --trace` writes
 MOMENTS = 240  # of the course of a recording
 SILENT_S = 30.0  # without a line in its journal, before a peer counts as gone: one that lives writes more often
 SILENT = "its journal falls silent"
-MOST = {"at": LATEST_UNIX_S, "progress": 1.0, "stage": 255, "origin": 255, "target": 255}
-"""The largest numbers with such names in an event, of which none is below zero."""
 
 KEYS = {
     "\x1b[C": "forward",
@@ -247,7 +245,7 @@ def read_journals(places: Sequence[Path]) -> Recording:
     journals = journals_in(places)
     run = next((found for path in journals.values() if (found := _run_of(path.parent)) is not None), None)
     title = run.name if run is not None else places[0].absolute().name
-    taken = {name: list(filter(_is_usable, read(path))) for name, path in journals.items()}
+    taken = {name: list(filter(is_usable, read(path))) for name, path in journals.items()}
     begun = [event for each in taken.values() for event in each if isinstance(event, events.Started)]
     last = max(begun, key=lambda event: event.at, default=None)
     if last is not None:
@@ -271,24 +269,14 @@ def _read_trace(path: Path) -> Recording:
         for line in lines:
             try:
                 found = msgspec.json.decode(line, type=_TraceLine)
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except (ValueError, RecursionError):  # the second: brackets nested without end
                 continue
             event = events.decode(line)
-            if event is not None and found.node and _is_usable(event):
+            if event is not None and found.node and is_usable(event):
                 taken.setdefault(found.node, []).append(event)
             elif found.event == "fault":
                 faults.append(Change(at=found.at, name="fault:", text=found.text))
     return Recording(taken, path.absolute().parent.name, None, faults)
-
-
-def _is_usable(event: events.Event) -> bool:
-    """Say whether the numbers of an event lie within bounds: a journal may be a stranger's, or damaged."""
-    for name, value in msgspec.to_builtins(event).items():
-        least, most = (0, MOST[name]) if name in MOST else (-LARGEST, LARGEST)
-        for each in value.values() if isinstance(value, dict) else (value,):
-            if isinstance(each, int | float) and each and not (abs(each) >= LEAST and least <= each <= most):
-                return False
-    return True
 
 
 def _of_run(journal: Iterable[events.Event], run: str) -> Iterator[events.Event]:

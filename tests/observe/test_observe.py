@@ -33,6 +33,7 @@ from noloco_node.observe.bottleneck import (
     present_bottleneck,
 )
 from noloco_node.observe.journal_observer import JournalObserver
+from noloco_node.observe.journal_reports import report
 from noloco_node.observe.page_frame import page_frame
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.playback import FASTEST, SILENT, SLOWEST, Playback, Recording, meanings, read_journals
@@ -573,6 +574,8 @@ def test_a_journal_of_any_numbers_can_be_shown(data: st.DataObject) -> None:
     with TemporaryDirectory() as home:
         (Path(home) / "journal.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, written)))
         recording = read_journals([Path(home)])
+        with contextlib.suppress(UserError):  # of a beginning that cannot be used
+            report(Path(home), as_json=False)
     for at in (recording.begun, recording.ended):
         view = recording.at(at)
         msgspec.json.encode(page_frame(view))
