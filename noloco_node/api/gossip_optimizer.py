@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from os import PathLike
 from typing import Any, ClassVar, NoReturn, Unpack
@@ -48,6 +50,7 @@ class GossipOptimizer(Leaves, optim.Optimizer):
         named = str(device) if device.type in ("cpu", "cuda", "mps") else "cpu"
         found, read = parsed(invite, {**options, "stage": 0, "device": named})
         self._training, self._clock = TrainingThread(), IterationClock()
+        self._turn = threading.RLock()  # a closure of the program may call `catch_up`
         self._signal: foreign_stage.StepSignal | None = None
         self._node = NodeThread(found, read, partial(self._prepare, module, parameters), self._training.wake)
         GossipOptimizer._alive = self
@@ -83,7 +86,10 @@ class GossipOptimizer(Leaves, optim.Optimizer):
         correction of one that has ended is added before the step. The step that ends the run is left out: `finished` is
         true after it, and the module has the weights of the last round. A call after that raises `UserError`.
         """
-        self._check_usable()
+        with self._alone():
+            return self._step(closure, loss)
+
+    def _step(self, closure: Callable[[], float] | None, loss: float | Tensor | None) -> Any:
         if self.finished:
             raise usage_error(
                 "The run is over.",
@@ -170,9 +176,9 @@ class GossipOptimizer(Leaves, optim.Optimizer):
 
         Each `step` does so too. Call it now and then where steps are minutes apart, such as in a long evaluation.
         """
-        self._check_usable()
-        self._training.work_waiting()
-        self._check_node()
+        with self._alone():
+            self._training.work_waiting()
+            self._check_node()
 
     def _end(self) -> None:
         if GossipOptimizer._alive is self:
@@ -204,22 +210,41 @@ class GossipOptimizer(Leaves, optim.Optimizer):
             raise usage_error(
                 "This process has a GossipOptimizer already.",
                 why="one thread trains, and does the work of one peer",
-                hint="leave() the first one, or another process",
+                hint="leave() the first one, which a `with` block does by itself, or another process",
             )
 
     def _check_usable(self) -> None:
         self._node.check_process()
+        self._check_here()
+        self._check_node()
+
+    def _check_here(self) -> None:
         if self._has_left:
             raise usage_error(
                 "This optimiser has left its run.",
                 why="leave() was called, or its context has ended",
                 hint="a new GossipOptimizer with the same home goes on from the weights that were saved",
             )
-        self._check_node()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other threads out of a call: each of two steps at once would take the other's for its own."""
+        self._check_usable()
+        if not self._turn.acquire(blocking=False):
+            raise usage_error(
+                "Another thread is in a call of this optimiser.",
+                why="the thread that steps does the work on the weights, and they move in its calls alone",
+                hint="step() and catch_up() by one thread, or by several in turn",
+            )
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     def _check_node(self) -> None:
-        """Raise what ended the node, if it has ended without being asked."""
+        """Raise what ended the node, if it has ended; another thread may have called `leave`."""
         if self._node.is_over:
+            self._check_here()
             self._node.result()
             raise UserError(
                 "The node has ended.",

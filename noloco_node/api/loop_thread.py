@@ -15,6 +15,7 @@ from noloco_node.errors import UserError, usage_error, user_error_of
 from noloco_node.terminal import hand_to
 
 T = TypeVar("T")
+_SWITCHES = {"begin_anew", "relayed"}  # options of a peer that take no value on a command line
 
 
 class LoopThread(Generic[T]):
@@ -97,8 +98,12 @@ class LoopThread(Generic[T]):
 
 def in_python(error: UserError) -> UserError:
     """Return an error whose hint names arguments of Python, and no options of a command."""
-    hint = re.sub(r"--([a-z]+(?:-[a-z]+)*)", lambda found: found[1].replace("-", "_") + "=", error.hint)
+    hint = re.sub(r"--([a-z]+(?:-[a-z]+)*)", lambda found: _argument(found[1].replace("-", "_")), error.hint)
     return UserError(error.what, why=error.why, hint=hint, code=error.code) if hint != error.hint else error
+
+
+def _argument(name: str) -> str:
+    return f"{name}=True" if name in _SWITCHES else f"{name}="
 
 
 def finished(main: Callable[[], Coroutine[Any, Any, T]], name: str) -> T:

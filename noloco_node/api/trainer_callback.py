@@ -8,6 +8,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from noloco_node.api.gossip_optimizer import GossipOptimizer
+from noloco_node.errors import usage_error
 
 
 class GossipCallback(TrainerCallback):  # type: ignore[misc] # mypy does not read transformers
@@ -17,7 +18,25 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc] # mypy does not rea
     """
 
     def __init__(self, optimizer: GossipOptimizer) -> None:
+        if not isinstance(optimizer, GossipOptimizer):
+            raise usage_error(
+                "GossipCallback takes a GossipOptimizer.",
+                f"it was given an object of the type {type(optimizer).__name__}",
+                "GossipCallback(optimizer) with the optimiser that the Trainer is given as well",
+            )
         self._optimizer = optimizer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: object = None, **_: Any
+    ) -> None:
+        while optimizer is not self._optimizer and hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer  # accelerate wraps it
+        if optimizer is not self._optimizer:
+            raise usage_error(
+                "The Trainer steps with another optimiser than the run's.",
+                "it would train alone, and the run would never end",
+                "Trainer(..., optimizers=(optimizer, None), callbacks=[GossipCallback(optimizer)])",
+            )
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

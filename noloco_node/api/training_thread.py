@@ -8,9 +8,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -41,6 +41,7 @@ class TrainingThread(Executor):
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._is_closed = False
         self._working = threading.RLock()  # a closure of the program may call us in a job
+        self._looking, self._count = 0, threading.Lock()  # the threads that wait for jobs: another one may leave
 
     def open(self) -> None:
         """Take jobs again: a node that lost its network is followed by another one."""
@@ -79,12 +80,25 @@ class TrainingThread(Executor):
             self.wake()
 
         # A job that moves weights must not be interrupted half-way.
-        with deferred(note):
+        with deferred(note), self._among_others():
             while not (came or is_done()):
                 job = self._jobs.get()
                 if job is not None:
                     with self._working:
                         job.run()
+
+    @contextmanager
+    def _among_others(self) -> Iterator[None]:
+        """Let another thread that waits for jobs look again once the body has ended: it may have taken their call."""
+        with self._count:
+            self._looking += 1
+        try:
+            yield
+        finally:
+            with self._count:
+                self._looking -= 1
+                if self._looking:
+                    self.wake()
 
     def work_waiting(self) -> None:
         """Run the jobs that wait now."""

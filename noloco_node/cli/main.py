@@ -34,7 +34,7 @@ from noloco_node.errors import (
     storage_error,
     usage_error,
 )
-from noloco_node.machine.signals import drop_output
+from noloco_node.machine.signals import drop_output, is_closed_output
 from noloco_node.terminal import LogLevel, complain, configure
 
 
@@ -60,14 +60,14 @@ class CommandGroup(TyperGroup):
         return super().parse_args(ctx, [*first, *rest, *args[end:]])
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; a reader that closes the pipe, as `head` does, has read enough."""
+        """Run the command; a reader that closes the pipe, as `head` does, or the terminal has read enough."""
         try:
             try:
                 return super().invoke(ctx)
             finally:
                 sys.stdout.flush()
-        except (BrokenPipeError, BaseExceptionGroup) as error:
-            if not (all(isinstance(each, BrokenPipeError) for each in leaves(error)) and _reader_is_gone()):
+        except (OSError, BaseExceptionGroup) as error:
+            if not (is_closed_output(error) and _reader_is_gone()):
                 raise
             drop_output()
             raise typer.Exit from None

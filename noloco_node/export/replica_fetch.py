@@ -55,6 +55,7 @@ async def fetched(
     begun_s, given = loop.time(), len(here)
     again_s: dict[str, float] = {}
     """Of each replica that was asked: when to ask it again, infinity for never."""
+    lost_s, most_s = 0.0, copying_s(subject.weight_bytes, SLOWEST_BYTES_PER_S)  # on those that give nothing
     while given < MOST_GIVEN and len(again_s) < MOST_ASKED:
         listed = [record.peer for record in at_work(await look(), number) if record.peer not in here]
         peer = next_to_ask(listed, again_s, rng)
@@ -64,9 +65,11 @@ async def fetched(
             await asyncio.sleep(again_s[peer] - loop.time())
         else:
             say(f"stage {number}: fetching from {peer}; {given} of {len(here) + len(listed)} replicas are here")
-        before_s, again_s[peer] = again_s.get(peer), math.inf
+        before_s, again_s[peer], asked_s = again_s.get(peer), math.inf, loop.time()
         try:
-            copy = await fetch_of(network, peer, subject, run_id)
+            # Half of what is left: however many are slow, a quick one may still come.
+            async with asyncio.timeout((most_s - lost_s) / 2 if given else None):
+                copy = await fetch_of(network, peer, subject, run_id)
         except DonorBusy as busy:
             left_s = begun_s + (BUSY_BESIDE_S if given else BUSY_S) - loop.time()
             if left_s > 0.0:
@@ -75,8 +78,9 @@ async def fetched(
                     say(f"{peer} serves others just now; asking it again for {left_s / 60:.0f} minutes at most")
             else:
                 say(f"left out: {busy}")
-        except ConnectionError as error:
-            say(f"left out: {error}")
+        except (ConnectionError, TimeoutError) as error:
+            lost_s += loop.time() - asked_s if given else 0.0
+            say(f"left out: {str(error) or f'{peer} is too slow beside {given} replicas that have come'}")
         else:
             given += 1
             yield copy

@@ -76,13 +76,16 @@ class Journal(AbstractContextManager["Journal"]):
         self._append(line)
 
     def _found(self) -> tuple[int, bool]:
-        """Return the bytes of the file, and whether it still lies where it belongs: its owner may move or remove it."""
+        """Return the bytes of the file, and whether it still lies where it belongs: its owner may move or remove it.
+
+        Where all of its directory was moved, the lines follow it.
+        """
         if self._file < 0:
             return 0, False
         here = os.fstat(self._file)
         with suppress(FileNotFoundError):
             return here.st_size, os.path.samestat(here, os.stat(self._path))
-        return 0, False
+        return here.st_size, not self._path.parent.exists()
 
     def _end_loss(self, at: float) -> None:
         """Say how many lines were lost, unless the disk refuses that as well."""

@@ -196,8 +196,11 @@ class CheckpointArchive(Protocol):
     async def set_aside(self, own: int) -> None:
         """Put checkpoints of other stages than `own` where those of `own` do not replace them."""
 
+    async def require_room(self, size_bytes: int) -> None:
+        """Raise `OSError` if there is no room for a snapshot of so many bytes, which need not be fetched then."""
+
     async def keep(self, snapshot: Checkpoint) -> None:
-        """Keep this and the last few snapshots of its stage; raise `OSError` without room for it."""
+        """Keep this and the last few snapshots of its stage; raise `OSError` if the disk refuses."""
 
     async def stages(self) -> tuple[int, ...]:
         """Return the stages of which a snapshot or a checkpoint was set aside here."""

@@ -11,6 +11,7 @@ asyncio and the terminal late, so that `noloco_node.__main__` sets the first han
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -173,16 +174,24 @@ def run(main: Coroutine[Any, Any, T], *, hears_interrupts: bool = False) -> T:
 
 
 def run_until_interrupted(main: Coroutine[Any, Any, None]) -> None:
-    """Run a command that only shows something: an interrupt, or a closed pipe behind it, is its usual end."""
+    """Run a command that only shows something: an interrupt, or a closed pipe or terminal, is its usual end."""
     with unwound():
         try:
             _run(main)
         except KeyboardInterrupt:
             pass
         except (OSError, BaseExceptionGroup) as error:
-            if not all(isinstance(each, BrokenPipeError) for each in leaves(error)):
+            if not is_closed_output(error):
                 raise
             drop_output()
+
+
+def is_closed_output(error: BaseException) -> bool:
+    """Say whether an error is that of a pipe or a terminal which was closed, and nothing else."""
+    return all(
+        isinstance(each, BrokenPipeError) or (isinstance(each, OSError) and each.errno == errno.EIO)
+        for each in leaves(error)
+    )
 
 
 def drop_output() -> None:

@@ -10,6 +10,7 @@ import math
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
 from typing import Literal, Self, TypeAlias
 
@@ -274,7 +275,8 @@ class LiveView:
 
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
-            self._live.stop()
+            with suppress(OSError):  # a closed terminal needs no restoring
+                self._live.stop()
 
     def show(self, view: SwarmView, footer: str = "") -> None:
         """Draw a view; without a terminal, print new changes and now and then a line."""

@@ -217,8 +217,9 @@ class SnapshotKeeper:
         await self._note(found)
 
     async def _fetch(self, number: int) -> Checkpoint:
-        """Return the slow weights of one replica of a stage; raise `OSError` if no replica gives them."""
+        """Return the slow weights of one replica of a stage; raise `OSError` if none gives them, or without room."""
         subject = WeightsOf(number, self._server.shapes[number], STATE)
+        await self._archive.require_room(subject.weight_bytes)
         peers = [record.peer for record in training_at(self._roster(), number)]
         replies = await ask_manifests(self._network, self._rng.sample(peers, min(REPLICAS_ASKED, len(peers))), subject)
         found = possible(replies.offers, self._config.every)

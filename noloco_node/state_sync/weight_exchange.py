@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,7 +33,7 @@ STREAMS_SERVED = 32
 PATIENCE_S = 60.0  # for one message
 STANDS_STILL_S = 5.0  # if all streams are taken, one gives way whose peer has asked for nothing for so long
 ASK_AGAIN_S = 30.0  # after this time a peer may have new pieces
-SLOW_S = 20.0  # of a peer that takes so long for a piece the rest is asked only if no quicker one has it
+SLOW_S = 20.0  # a peer that takes so long for a piece is asked again if no quicker one has what is left
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,18 +164,24 @@ class WeightDownload:
         return await self.digests(peers) and await self.pieces(self._store.all_pieces(), peers)
 
     async def digests(self, peers: Sequence[str]) -> bool:
-        """Fetch the digests of all files, from one peer after the other; say whether all are here."""
-        for peer in peers:
+        """Fetch the digests of all files, from one peer after the other; say whether all are here.
+
+        The last ones are asked soon: they are bootstrap peers, and those before them may be many names of a stranger.
+        """
+        for peer in dict.fromkeys(chain.from_iterable(zip(peers, reversed(peers), strict=True))):
             lacking = [file for file in range(len(self._store.files)) if self._store.digests(file) is None]
             if not lacking:
                 break
-            with suppress(ConnectionError, TimeoutError):
-                async with self._network.talk(peer, self._topic, SCHEMA) as conversation:
-                    for file in lacking:
-                        reply = await _ask(conversation, FileDigestsRequest(file=file))
-                        if not reply.content:
-                            break
-                        await self._keep(peer, self._store.learn, file, reply.content)
+            with suppress(ConnectionError):
+                try:
+                    async with self._network.talk(peer, self._topic, SCHEMA) as conversation:
+                        for file in lacking:
+                            reply = await _ask(conversation, FileDigestsRequest(file=file))
+                            if not reply.content:
+                                break
+                            await self._keep(peer, self._store.learn, file, reply.content)
+                except TimeoutError:
+                    self._slow.add(peer)
         return all(self._store.digests(file) is not None for file in range(len(self._store.files)))
 
     async def pieces(self, keys: Sequence[FilePieceKey], peers: Sequence[str]) -> bool:
@@ -198,19 +205,26 @@ class WeightDownload:
             left.remove(peer)
             if not self._may_have_any(peer):
                 continue
+            is_slow = peer in self._slow or not any(
+                other not in self._slow and self._may_have_any(other) for other in left
+            )
             self._streams[peer] += 1
-            with suppress(ConnectionError, TimeoutError):
-                async with self._network.talk(peer, self._topic, SCHEMA) as conversation:
-                    await self._drain(conversation, left)
+            with suppress(ConnectionError):
+                try:
+                    async with self._network.talk(peer, self._topic, SCHEMA) as conversation:
+                        await self._drain(conversation, PATIENCE_S if is_slow else SLOW_S)
+                except TimeoutError:
+                    self._slow.add(peer)
+                    if not is_slow:
+                        left.append(peer)
             self._streams[peer] -= 1
 
-    async def _drain(self, conversation: Conversation, left: list[str]) -> None:
-        """Fetch what a peer has; put it behind the peers that are `left` if it is slow and another may be quicker."""
+    async def _drain(self, conversation: Conversation, patience_s: float) -> None:
         peer = conversation.peer
         while (key := self._take(peer)) is not None:
-            came, asked_s = False, loop_s()
+            came = False
             try:
-                reply = await _ask(conversation, FilePieceRequest(file=key.file, number=key.number))
+                reply = await _ask(conversation, FilePieceRequest(file=key.file, number=key.number), patience_s)
                 if reply.content:
                     await self._keep(peer, self._store.write, key, reply.content)
                     came = True
@@ -222,11 +236,6 @@ class WeightDownload:
             finally:
                 if not came:
                     self._missing.append(key)
-            if loop_s() - asked_s > SLOW_S:
-                self._slow.add(peer)
-                if any(other not in self._slow and self._may_have_any(other) for other in left):
-                    left.append(peer)
-                    return
 
     def _take(self, peer: str) -> FilePieceKey | None:
         """Take the next of the missing pieces to ask a peer for; None if there is none."""
@@ -264,8 +273,8 @@ class _Held(NamedTuple):
     pieces: bytes
 
 
-async def _ask(conversation: Conversation, request: object) -> FileContent:
-    async with asyncio.timeout(PATIENCE_S):
+async def _ask(conversation: Conversation, request: object, patience_s: float = PATIENCE_S) -> FileContent:
+    async with asyncio.timeout(patience_s):
         await conversation.send(request)
         reply = await conversation.receive()
     if not isinstance(reply, FileContent):

@@ -97,15 +97,17 @@ class CheckpointStore:
             self._complain(f"checkpoints of a stage that we left could not be set aside: {error}")
 
     @in_thread
-    def keep(self, snapshot: Checkpoint) -> None:
-        """Write a snapshot and remove all but the last few; raise `OSError` if the disk has no room to spare."""
-        directory = self._former / str(snapshot.counters.stage)
-        atomic_file.make_directory(directory)
-        needed = SNAPSHOT_ROOM * sum(tensor.nbytes for tensors in snapshot.tensors.values() for tensor in tensors)
-        free = shutil.disk_usage(directory).free
+    def require_room(self, size_bytes: int) -> None:
+        """Raise `OSError` if the disk has no room to spare for a snapshot of so many bytes."""
+        atomic_file.make_directory(self._former)
+        free, needed = shutil.disk_usage(self._former).free, SNAPSHOT_ROOM * size_bytes
         if free < needed:
             raise OSError(errno.ENOSPC, f"{format_bytes(free)} are free, {format_bytes(needed)} should be")
-        save(directory, snapshot, KEPT_SNAPSHOTS)
+
+    async def keep(self, snapshot: Checkpoint) -> None:
+        """Write a snapshot and remove all but the last few; raise `OSError` if the disk has no room to spare."""
+        await self.require_room(sum(each.nbytes for tensors in snapshot.tensors.values() for each in tensors))
+        await asyncio.to_thread(save, self._former / str(snapshot.counters.stage), snapshot, KEPT_SNAPSHOTS)
 
     def _of_run(self, directory: Path) -> Iterator[tuple[Path, Counters]]:
         return of_run(directory, self._run_id)

@@ -4,6 +4,7 @@ import copy
 import io
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,6 +93,8 @@ def test_a_member_begins_with_the_runs_weights_and_trains_as_its_optimiser_does(
         optimizer.catch_up()
         with pytest.raises(FloatingPointError, match="mine"):
             optimizer.step(failing)
+        with pytest.raises(UserError, match="Another thread is in a call"), ThreadPoolExecutor(1) as other:
+            optimizer.step(lambda: other.submit(optimizer.step).result())
         assert optimizer.step() is None
         child = os.fork()
         if child == 0:
@@ -106,8 +109,22 @@ def test_a_member_begins_with_the_runs_weights_and_trains_as_its_optimiser_does(
             call()
     optimizer.leave()
     steps = events(run, "one", InnerStep)
-    assert [step.loss is not None for step in steps] == [True] * 5  # the last two: the loss that was said last
+    assert [step.loss is not None for step in steps] == [True] * 6  # the last ones: the loss that was said last
     assert events(run, "one", Finished)
+
+
+def test_another_thread_may_leave_and_the_one_that_trains_is_told(run: Run) -> None:
+    optimizer = joined(run, "threads", module())
+
+    def train() -> None:
+        while True:
+            optimizer.catch_up()
+
+    with ThreadPoolExecutor(1) as other:
+        left = other.submit(optimizer.leave)
+        with pytest.raises(UserError, match="has left its run"):
+            train()
+        left.result(60.0)
 
 
 def test_a_loop_that_fails_leaves_politely_and_goes_on_from_what_was_saved(run: Run) -> None:

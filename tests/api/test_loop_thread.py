@@ -3,10 +3,12 @@
 import asyncio
 import os
 import threading
+from typing import get_type_hints
 
 import pytest
 
-from noloco_node.api.loop_thread import LoopThread, finished, in_python
+from noloco_node.api.loop_thread import _SWITCHES, LoopThread, finished, in_python
+from noloco_node.api.peer import PeerOptions
 from noloco_node.errors import Exit, UserError
 
 REFUSED = UserError("No.", why="a test", hint="nothing", code=Exit.USAGE)
@@ -36,8 +38,12 @@ def test_an_error_of_ours_comes_without_its_group() -> None:
 
 
 def test_a_hint_names_arguments_and_no_options() -> None:
-    error = in_python(UserError("No.", why="--that", hint="with --home, or --max-upload 3", code=Exit.USAGE))
-    assert (error.hint, error.why, error.code) == ("with home=, or max_upload= 3", "--that", Exit.USAGE)
+    hint = "with --home, or --max-upload 3, or join --begin-anew"
+    error = in_python(UserError("No.", why="--that", hint=hint, code=Exit.USAGE))
+    hint = "with home=, or max_upload= 3, or join begin_anew=True"
+    assert (error.hint, error.why, error.code) == (hint, "--that", Exit.USAGE)
+    switches = {name for name, kind in get_type_hints(PeerOptions).items() if kind is bool}
+    assert switches == _SWITCHES
 
 
 def test_a_coroutine_that_is_cancelled_cleans_up() -> None:

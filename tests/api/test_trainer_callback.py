@@ -4,6 +4,7 @@ import json
 import runpy
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 from process_swarm import LOCAL, host, is_finished
 from processes import MEMBER, Command, Commands
 from safetensors.torch import load_file
+from user_errors import user_error
 
 import noloco_node
 from gossip.interface import OuterStepTaken
+from noloco_node.api.gossip_optimizer import GossipOptimizer
 from noloco_node.errors import Exit
 from noloco_node.journal.events import CatchUp, InnerStep
 from noloco_node.journal.reader import read
@@ -64,6 +67,19 @@ def test_two_trainers_train_adapters_and_end_with_the_run(tmp_path: Path) -> Non
         assert bootstrap.wait() == Exit.OK
     assert load_file(tmp_path / "mean" / "model.safetensors").keys() == run.model.foreign_parameters.keys()
     assert json.loads((tmp_path / "member0" / "adapter_config.json").read_text())["r"] == 8
+
+
+def test_a_trainer_with_another_optimiser_than_the_runs_is_refused() -> None:
+    with user_error(Exit.USAGE, "takes a GossipOptimizer"):
+        noloco_node.GossipCallback(object())
+    ours = GossipOptimizer.__new__(GossipOptimizer)
+    event: tuple[Any, ...] = (None, None, None)
+    wrapped: Any = SimpleNamespace(optimizer=SimpleNamespace(optimizer=ours))
+    for given in (ours, wrapped):
+        noloco_node.GossipCallback(ours).on_train_begin(*event, optimizer=given)
+    for given in (None, SimpleNamespace(optimizer=object())):
+        with user_error(Exit.USAGE, "another optimiser"):
+            noloco_node.GossipCallback(ours).on_train_begin(*event, optimizer=given)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, which PEFT asks in an old way

@@ -82,6 +82,26 @@ def test_a_thread_other_than_the_main_one_trains_too() -> None:
     assert future.result() == other.ident
 
 
+def test_each_of_two_threads_sees_that_it_has_waited_long_enough() -> None:
+    """One trains, and another one leaves: each may take what was to wake the other."""
+    thread, over, looked = TrainingThread(), threading.Event(), threading.Semaphore(0)
+
+    def is_done() -> bool:
+        is_over = over.is_set()
+        looked.release()
+        return is_over
+
+    both = [threading.Thread(target=thread.work_until, args=(is_done,), daemon=True) for _ in range(2)]
+    for each in both:
+        each.start()
+        assert looked.acquire(timeout=30.0)
+    over.set()
+    thread.wake()
+    for each in both:
+        each.join(30.0)
+    assert not any(each.is_alive() for each in both)
+
+
 def test_what_waits_at_the_end_is_cancelled() -> None:
     thread = TrainingThread()
     future = thread.submit(int)

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -210,10 +211,13 @@ def told(home: Path, out: int | IO[bytes], *before: str) -> subprocess.Completed
     return subprocess.run(words, stdout=out, stderr=subprocess.PIPE, check=False)
 
 
-def test_a_reader_that_closes_the_pipe_is_no_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("opened", [os.pipe, os.openpty])
+def test_a_reader_that_closes_the_pipe_or_terminal_is_no_error(
+    tmp_path: Path, opened: Callable[[], tuple[int, int]]
+) -> None:
     with Journal(tmp_path / "journal.jsonl") as journal:
         journal.write(events.Started(peer="12D3peer", stage=0, run="r", version="0"))
-    reading, writing = os.pipe()
+    reading, writing = opened()
     os.close(reading)
     done = told(tmp_path, writing)
     os.close(writing)

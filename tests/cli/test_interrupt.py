@@ -1,12 +1,13 @@
 """What a stop signal does to a command, before its work and in it."""
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from benchmarks.structure.source import read_tree
 from noloco_node.errors import Exit
 from noloco_node.journal import events
 from noloco_node.journal.writer import Journal
+from noloco_node.machine import signals
 from noloco_node.machine.signals import STOPS, run, run_until_interrupted, unwound
 
 HANDLERS = ("signal.signal(", "add_signal_handler(")
@@ -145,6 +147,18 @@ def test_a_signal_while_libraries_are_loaded_ends_the_process_with_a_word(
     stays = ignored and number != signal.SIGTERM
     assert ended.returncode == (Exit.OK if stays else Exit.INTERRUPTED), ended.stderr
     assert ended.stderr == ("" if stays else "noloco-node: interrupted\n")
+
+
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.EIO, errno.ENOSPC])
+def test_a_command_that_only_shows_something_ends_with_its_pipe_or_terminal(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        raise ExceptionGroup("beside others", [OSError(number, "of the output")])
+
+    monkeypatch.setattr(signals, "drop_output", lambda: None)
+    with pytest.raises(ExceptionGroup) if number == errno.ENOSPC else nullcontext():
+        run_until_interrupted(main())
 
 
 @pytest.mark.parametrize("number", STOPS)

@@ -24,7 +24,7 @@ from toy_gossip import at_once
 from gossip.exchange.messages import Busy, Parts, ReplicaState
 from gossip.rule.outer_step import ROUND_BOUND
 from gossip.transfer.donor import Donor, DonorLimits
-from gossip.transfer.download import DonorBusy
+from gossip.transfer.download import SLOWER_TIMES, DonorBusy
 from noloco_node.errors import Exit, UserError
 from noloco_node.export import exporter, replica_fetch
 from noloco_node.export.exporter import SwarmExport, export, parts_of
@@ -36,7 +36,7 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.sim_network import SimNetwork
-from noloco_node.state_sync.download import SNAPSHOT, WeightsOf
+from noloco_node.state_sync.download import SNAPSHOT, WeightsOf, copying_s
 from noloco_node.state_sync.replica_mean import ReplicaSummary
 from noloco_node.state_sync.snapshot_keeper import snapshot_of
 from noloco_node.state_sync.starting_state import AGAIN_S, ATTEMPTS
@@ -265,6 +265,26 @@ async def test_a_slow_line_at_home_is_waited_for(swarm: Swarm, monkeypatch: pyte
     ]
     assert found == ["slow"]
     assert asyncio.get_running_loop().time() > 1400.0
+
+
+@pytest.mark.parametrize("slow", ["mnop", "Zmno"])
+async def test_once_one_has_given_all_slow_ones_together_take_a_bounded_time(
+    swarm: Swarm, slow: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stranger with many names could otherwise hold an export up for days."""
+    size_bytes = 4 * sum(map(math.prod, PLAN.shapes[0].values()))
+    monkeypatch.setattr(replica_fetch, "SLOWEST_BYTES_PER_S", size_bytes / 100.0)
+    await several(swarm, "ab")
+    await swarm.replica("y", 0)
+    swarm.hub.set_access("b", Access(up_bytes_per_s=size_bytes / 200.0))
+    for name in slow:
+        await swarm.replica(name, 0)
+        swarm.hub.set_access(name, Access(up_bytes_per_s=size_bytes / 1500.0))
+    assert await came(swarm) == ["a", "b", "y"]
+    bound_s = copying_s(size_bytes, size_bytes / 100.0)
+    first_s = SLOWER_TIMES * bound_s * ("Z" in slow)  # while nobody else has given its weights it has its time
+    assert asyncio.get_running_loop().time() < first_s + 200.0 + bound_s + 30.0
+    assert "left out: m is too slow beside 2 replicas that have come" in capsys.readouterr().err
 
 
 async def test_a_busy_replica_is_waited_for_and_that_is_said(swarm: Swarm, capsys: pytest.CaptureFixture[str]) -> None:

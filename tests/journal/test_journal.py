@@ -233,6 +233,18 @@ def test_a_journal_that_its_owner_moves_or_removes_goes_on_where_it_belongs(stor
                 assert any(isinstance(event, Continued) for event in read(path)), "a new file says whose it is"
 
 
+def test_a_journal_goes_with_its_directory(tmp_path: Path) -> None:
+    path, told = tmp_path / "home" / "journal.jsonl", list[str]()
+    path.parent.mkdir()
+    with Journal(path, tell=told.append) as journal:
+        journal.write(step(1))
+        path.parent.rename(tmp_path / "moved")
+        journal.write(step(2))
+        path.parent.mkdir()
+        journal.write(step(3))
+    assert (steps(tmp_path / "moved" / path.name), steps(path), told) == ([1, 2], [3], [])
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes another user's part")
 def test_a_journal_that_cannot_be_read_back_says_so(tmp_path: Path) -> None:
     """Its last line may be torn, and nobody can tell."""

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from rich.console import Console
 from sample_events import started, write_journal
 from typer.testing import CliRunner
 
+from gossip.interface import OuterStepTaken
 from noloco_node.cli.main import app
 from noloco_node.errors import UserError
 from noloco_node.journal import events
@@ -31,6 +33,7 @@ from noloco_node.observe.bottleneck import (
     present_bottleneck,
 )
 from noloco_node.observe.journal_observer import JournalObserver
+from noloco_node.observe.journal_reports import report
 from noloco_node.observe.page_frame import page_frame
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.playback import FASTEST, SILENT, SLOWEST, Playback, Recording, meanings, read_journals
@@ -551,6 +554,34 @@ def test_what_strangers_say_is_neither_markup_nor_control(name: str, waits: str)
     assert len(plain(waits)) <= MOST_WORDS
 
 
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_journal_of_any_numbers_can_be_shown(data: st.DataObject) -> None:
+    """It may be a stranger's, or damaged."""
+    told: list[events.Event] = [
+        started("a", 0, at=BEGUN),
+        *(inner(step, BEGUN + step) for step in range(4)),
+        events.Energy(at=BEGUN + 4, joules=1.0),
+        OuterStepTaken(round=1, gap=0.1, seconds=1.0, at=BEGUN + 5),
+        events.Moved(origin=0, target=1, why="", at=BEGUN + 6),
+        events.Finished(at=BEGUN + 7, why="", step=2, round=1, progress=0.5),
+    ]
+    written = [events.fields_of(event) for event in told]
+    number = st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False) | st.just(1e-320)
+    for fields in data.draw(st.lists(st.sampled_from(written), max_size=3)):
+        name = data.draw(st.sampled_from([name for name, each in fields.items() if isinstance(each, int | float)]))
+        fields[name] = data.draw(number)
+    with TemporaryDirectory() as home:
+        (Path(home) / "journal.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, written)))
+        recording = read_journals([Path(home)])
+        with contextlib.suppress(UserError):  # of a beginning that cannot be used
+            report(Path(home), as_json=False)
+    for at in (recording.begun, recording.ended):
+        view = recording.at(at)
+        msgspec.json.encode(page_frame(view))
+        assert len(drawn(view, 80, 40)) <= 40
+
+
 @given(st.lists(st.sampled_from(["forward", "back", "faster", "slower", "pause", "begin", "end"])), st.floats(0, 100))
 def test_a_playback_never_leaves_its_recording(keys: list[str], seconds: float) -> None:
     playback = Playback(BEGUN, BEGUN + 3600.0)
@@ -602,6 +633,17 @@ def test_a_reader_that_has_read_enough_is_told_so_by_the_pipe() -> None:
     with pytest.raises(BrokenPipeError), LiveView(console, whole_screen=True) as live:
         live.show(crowd(4, 4))
     with contextlib.suppress(BrokenPipeError):
+        console.file.close()
+
+
+@pytest.mark.parametrize("whole_screen", [False, True])
+def test_a_live_view_restores_no_terminal_that_was_closed(whole_screen: bool) -> None:
+    terminal, screen = os.openpty()
+    console = Console(file=os.fdopen(screen, "w"), force_terminal=True)
+    with LiveView(console, whole_screen=whole_screen) as live:
+        live.show(crowd(1, 1))
+        os.close(terminal)
+    with contextlib.suppress(OSError):
         console.file.close()
 
 

@@ -325,6 +325,24 @@ async def test_what_goes_wrong_with_a_snapshot_costs_it_and_nothing_else(
     assert store.kept[1][0].counters.peer == "other"
 
 
+async def test_a_snapshot_that_has_no_room_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a volunteer with a full disk would fetch it again every two minutes, and a replica send it."""
+    monkeypatch.setattr(snapshot_keeper, "FAILURE_S", 20.0)
+    fetch, fetched = WeightsOf.fetch, list[int]()
+    monkeypatch.setattr(WeightsOf, "fetch", lambda self, *given: (fetched.append(self.number), fetch(self, *given))[1])
+    hub, what, store = SimNetwork(), recipe(replicas=1, steps=4000, per_round=3), Memory()
+    store.has_room = False
+    keeper, other = Peer(hub, what, "keeper", 0, job_s=0.3, snapshots=store), Peer(hub, what, "other", 1, job_s=0.3)
+    await until(lambda: len(other.of(OuterStepTaken)) >= 4)
+    await asyncio.sleep(60.0)
+    assert not fetched
+    assert any("bytes have no room" in line for line in keeper.said)
+    store.has_room = True
+    await until(lambda: 1 in store.kept)
+    assert fetched == [1]
+    await asked_to_leave(keeper, other)
+
+
 async def test_a_stage_that_died_is_served_though_a_stranger_keeps_another_one_busy() -> None:
     hub, what, store = SimNetwork(), recipe(stages=3, replicas=1, steps=4000, per_round=3), Memory()
     keeper = Peer(hub, what, "keeper", 0, job_s=0.3, snapshots=store)

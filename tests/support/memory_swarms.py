@@ -107,6 +107,7 @@ class Memory:
     def __init__(self) -> None:
         self.kept: dict[int, list[Checkpoint]] = {}
         self.refuses: Exception | None = None
+        self.has_room = True
         self.reads = 0
 
 
@@ -116,6 +117,10 @@ class _Archive(MemoryStore):
     def __init__(self, present: Callable[[], Checkpoint | None], memory: Memory) -> None:
         super().__init__(present)
         self._memory = memory
+
+    async def require_room(self, size_bytes: int) -> None:
+        if not self._memory.has_room:
+            raise OSError(28, f"{size_bytes} bytes have no room")
 
     async def keep(self, snapshot: Checkpoint) -> None:
         if self._memory.refuses is not None:

@@ -45,8 +45,11 @@ class MemoryStore:
         if present is not None and present.counters.stage != own:
             self._aside[present.counters.stage] = present
 
-    async def keep(self, snapshot: Checkpoint) -> None:
+    async def require_room(self, size_bytes: int) -> None:
         raise OSError("a simulated disk keeps no snapshots")
+
+    async def keep(self, snapshot: Checkpoint) -> None:
+        await self.require_room(0)
 
     async def stages(self) -> tuple[int, ...]:
         return tuple(sorted(self._aside))
