@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from noloco_node.api.training_thread import IterationClock, TrainingThread
 from noloco_node.cli.host_machine import HostDisk, MachineRequest, weight_store
-from noloco_node.errors import config_error
+from noloco_node.errors import Exit, config_error
+from noloco_node.machine.interface import TrainingFailed
 from noloco_node.planning.foreign_layout import ForeignWeights, foreign_layout
 from noloco_node.run.config import RunConfig
 from pipeline.inner_step import OptimiserState, StepReport
@@ -198,21 +199,33 @@ class ForeignStage:
     def weights(self, less: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         # Those of gossip lie one value behind the other, whatever strides the program's have.
         rows = torch.contiguous_format
-        copies = (each.detach().to("cpu", torch.float32, copy=True, memory_format=rows) for each in self._parameters)
+        copies = (each.detach().to("cpu", torch.float32, copy=True, memory_format=rows) for each in self._own())
         return tuple([own.sub_(other).bfloat16() for own, other in zip(copies, less, strict=True)] if less else copies)
 
     @torch.no_grad()
     def set_weights(self, weights: Sequence[Tensor]) -> None:
-        for own, given in zip(self._parameters, weights, strict=True):
+        for own, given in zip(self._own(), weights, strict=True):
             own.copy_(given)
 
     @torch.no_grad()
     def correct(self, delta: Sequence[Tensor]) -> None:
-        for own, given in zip(self._parameters, delta, strict=True):
+        for own, given in zip(self._own(), delta, strict=True):
             own.add_(given.to(own.device))
 
     def current_weights(self) -> tuple[Tensor, ...]:
-        return tuple([each.detach().to("cpu").contiguous() for each in self._parameters])
+        return tuple([each.detach().to("cpu").contiguous() for each in self._own()])
+
+    def _own(self) -> tuple[nn.Parameter, ...]:
+        """Return the parameters; raise `TrainingFailed` where the program has given one another shape meanwhile."""
+        for each, shape in zip(self._parameters, self.shapes, strict=True):
+            if each.shape != shape:
+                raise TrainingFailed(
+                    "The module has changed since it joined.",
+                    why=f"a parameter of the shape {list(shape)} has the shape {list(each.shape)} now",
+                    hint="resize parameters before GossipOptimizer is made, and let nothing shard them",
+                    code=Exit.CONFIG,
+                )
+        return self._parameters
 
     def optimiser_state(self) -> OptimiserState:
         return OptimiserState(0, ())

@@ -16,6 +16,7 @@ from noloco_node.api.foreign_stage import ForeignStage, StepSignal, check_frozen
 from noloco_node.api.gossip_optimizer import _check_optimised
 from noloco_node.api.training_thread import IterationClock
 from noloco_node.errors import UserError
+from noloco_node.machine.interface import TrainingFailed
 from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.runfile import load_run
 
@@ -55,6 +56,19 @@ def test_a_correction_is_added_and_a_copy_stays_as_it_was(dtype: torch.dtype) ->
     stage.set_weights(kept)
     assert all(torch.equal(now, then) for now, then in zip(stage.weights(), kept, strict=True))
     assert not any(each.any() for each in stage.weights(kept))
+
+
+def test_parameters_that_a_program_has_resized_end_the_training_and_are_saved_nowhere() -> None:
+    """As what shards a model does, which leaves it empty ones."""
+    module = nn.Linear(3, 2)
+    stage = stage_of(module)
+    whole = stage.weights()
+    module.bias.data = torch.empty(0)
+    calls = (stage.current_weights, stage.weights, lambda: stage.set_weights(whole), lambda: stage.correct(whole))
+    for call in calls:
+        with pytest.raises(TrainingFailed, match="has changed since it joined"):
+            call()
+    assert torch.equal(module.weight, whole[0]), "nothing is half moved"
 
 
 @given(st.none() | st.floats())
