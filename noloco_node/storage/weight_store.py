@@ -19,13 +19,14 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from noloco_node.errors import UserError, config_error, os_errors_as, reason_of, storage_error
-from noloco_node.storage.atomic_file import LARGEST_HEADER_BYTES, require_room, tensor_ranges, write, write_all
+from noloco_node.storage.atomic_file import require_room, tensor_ranges, write, write_all
 from noloco_node.storage.home import typed
 from noloco_node.units import format_bytes
 
 PIECE_BYTES = 2**19  # of a file in one message; its last piece may be shorter
 LARGEST_FILE_BYTES = 15 * 2**30  # of which the digests of all pieces fit into one message
 MOST_HELD_BYTES = LARGEST_FILE_BYTES // PIECE_BYTES // 8  # of what a peer says of one file
+MOST_HEADER_BYTES = 2**23  # 60,000 tensors: strangers list files, and one of 100 MiB takes 2.5 GB of memory to decode
 DIGEST_BYTES = 32
 LOOKED_AT_ONCE = 128  # pieces of an earlier process in one job: others wait meanwhile
 _HERE, _ABSENT = b"10"
@@ -192,7 +193,7 @@ class WeightStore:
         found = []
         for number, file in enumerate(self.files):
             with (self.directory / file.file).open("rb") as opened:
-                length = min(int.from_bytes(opened.read(8), "little"), LARGEST_HEADER_BYTES)
+                length = min(int.from_bytes(opened.read(8), "little"), MOST_HEADER_BYTES)
             found += self._covering(number, 0, min(8 + length, file.size_bytes))
         return found
 
@@ -211,7 +212,7 @@ class WeightStore:
 
     def _ranges(self) -> Iterator[tuple[int, str, tuple[int, int]]]:
         for number, file in enumerate(self.files):
-            for name, place in tensor_ranges(self.directory / file.file).items():
+            for name, place in tensor_ranges(self.directory / file.file, MOST_HEADER_BYTES).items():
                 yield number, name, place
 
     def _covering(self, file: int, start: int, stop: int) -> list[FilePieceKey]:
