@@ -31,6 +31,7 @@ from noloco_node.cli.options import (
 )
 from noloco_node.data.dataset_documents import check_source
 from noloco_node.doctor.machine_checks import require_disk
+from noloco_node.errors import UserError
 from noloco_node.journal import events
 from noloco_node.journal.reader import read
 from noloco_node.journal.writer import Journal
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
 
 
 HOME_LOOK_S = 1.0  # between two looks whether the home is there: a checkpoint makes the directories that it needs
+HOME_LOOKS = 5  # so many in a row miss the home before the node ends: a network disk may lack it for a moment
 
 
 def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
@@ -170,9 +172,16 @@ async def take_part(
 
 
 async def home_watched(home: Home) -> NoReturn:
-    """Raise `UserError` once the home is no longer there."""
+    """Raise `UserError` once several looks in a row miss the home."""
+    missed = 0
     while True:
-        home.check()
+        try:
+            await asyncio.to_thread(home.check)  # a disk that does not answer holds nothing else up
+            missed = 0
+        except UserError:
+            missed += 1
+            if missed >= HOME_LOOKS:
+                raise
         await asyncio.sleep(HOME_LOOK_S)
 
 

@@ -202,6 +202,12 @@ def beyond_this_machine(addresses: Sequence[str]) -> list[str]:
     return [text for text in addresses if not text.startswith(("/ip4/127.", "/ip6/::1/"))]
 
 
+def present(before: Sequence[str], now: Sequence[str]) -> Sequence[str]:
+    """Return where others reach us: `now`, or where they did `before` while this machine has no line."""
+    has_line = bool(beyond_this_machine(now)) or not beyond_this_machine(before)
+    return now if now and has_line else before
+
+
 def from_this_machine(listen: Sequence[str]) -> list[str]:
     """Return the addresses at which a program on this machine reaches one that listens at these."""
     return [text.replace("/ip4/0.0.0.0/", "/ip4/127.0.0.1/").replace("/ip6/::/", "/ip6/::1/") for text in listen]

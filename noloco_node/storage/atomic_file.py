@@ -62,7 +62,7 @@ def _locked_file(path: Path, mode: int) -> tuple[Path, int]:
         lock = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with suppress(OSError):  # not every file system knows locks; nobody can take the file for a left one there
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if is_held(lock, aside):
+        if aside.exists():
             return aside, lock
         os.close(lock)  # another writer has removed it before it was locked
 

@@ -25,7 +25,7 @@ import msgspec
 
 from noloco_node.admission.ticket import InviteCredential, parse_credential, peer_of_file
 from noloco_node.errors import Exit, UserError, config_error
-from noloco_node.libp2p.addresses import PeerAddress, beyond_this_machine, parse_peer_address
+from noloco_node.libp2p.addresses import PeerAddress, beyond_this_machine, parse_peer_address, present
 from noloco_node.network.wire import WIRE_VERSION
 from noloco_node.storage import atomic_file
 from noloco_node.storage.home import HomePaths
@@ -191,6 +191,7 @@ class KeptInvite:
 
     def __init__(self, home: HomePaths, came_by: Invite, own: Sequence[str], say: Callable[[str], None]) -> None:
         self._file, self._own, self._say = atomic_file.KeptFile(home.invite, "an invite", say), own, say
+        self._told = set(own)  # places of ours that were told, so that one to which we return is not told again
         self._me = peer_of_file(home.identity)
         # The invite that we used may be our own, with the addresses of earlier starts.
         used = not_ours(came_by.addresses, home) if own else came_by.addresses
@@ -208,12 +209,11 @@ class KeptInvite:
         return text
 
     def move(self, own: Sequence[str]) -> None:
-        """Note our addresses of now; say so where none of those before is left. Without a line they stay."""
-        has_no_line = bool(beyond_this_machine(self._own)) and not beyond_this_machine(own)
-        if has_no_line or not own:
-            return
-        earlier, self._own = self._own, own
-        if not set(earlier) & set(own):
+        """Note our addresses of now; say so where we have been at none of them before."""
+        self._own = present(self._own, own)
+        is_new = self._told.isdisjoint(self._own)
+        self._told.update(self._own)
+        if is_new:
             text = without_secret(self.keep())
             self._say(f"our addresses have changed, and earlier invites may lead to us no more; this one does: {text}")
 

@@ -34,6 +34,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from noloco_node.libp2p.addresses import present
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.swarm_clock import CLOCK
 from noloco_node.run.peer_state import PeerState
@@ -341,7 +342,8 @@ class Membership:
 
     async def _note_addresses(self) -> None:
         with contextlib.suppress(ConnectionError):  # the last ones stay
-            self._addresses = (await self._network.addresses())[:MOST_ADDRESSES]
+            now = await self._network.addresses()
+            self._addresses = tuple(present(self._addresses, now[:MOST_ADDRESSES]))
 
     def _stage_key(self, number: int) -> str:
         return f"{self._run_id}/stage/{number}"

@@ -87,6 +87,8 @@ async def _listening(
 
     async def bounded(request: web.Request) -> web.StreamResponse:
         asking.add(request.protocol)
+        if request.transport is not None:  # an answer is sent once the system has all of it: nothing lingers after it
+            request.transport.set_write_buffer_limits(high=0)
         try:
             return await answer(request)
         except web.HTTPException as refusal:
@@ -102,11 +104,11 @@ async def _listening(
     def admitted() -> asyncio.Protocol:
         assert server is not None
         if len(server.connections) >= bounds.connections:
-            waiting = (each for each in server.connections if each not in asking and each.transport is not None)
-            oldest = next(waiting, None)
+            waiting = (each.transport for each in server.connections if each not in asking)
+            oldest = next(filter(None, waiting), None)
             if oldest is None:
                 return _Refused()
-            oldest.force_close()
+            oldest.abort()  # to close it would wait for a stranger that reads nothing
         return server()
 
     async def guard(_: web.Request, response: web.StreamResponse) -> None:

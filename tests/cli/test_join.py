@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from noloco_node.cli import join
 from noloco_node.cli.join import Recorder, without_effect
@@ -19,6 +21,7 @@ from noloco_node.machine.device import EnergyMeter
 from noloco_node.machine.signals import Departure
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.run.config import DataConfig, ModelConfig, PipelineConfig, RunConfig
+from noloco_node.storage.home import Home
 from noloco_node.swarm.invite import SCHEME, parse
 from noloco_node.web.served_views import ServedViews
 
@@ -66,6 +69,22 @@ async def test_a_node_whose_home_is_moved_ends_and_makes_no_other(
     assert trouble is not None
     assert (trouble.code, trouble.what) == (Exit.HOME_IN_USE, f"The home {home} is gone.")
     assert not home.exists()
+
+
+@given(st.lists(st.booleans(), max_size=30))
+def test_a_home_that_is_away_for_a_moment_ends_no_node(missed: list[bool]) -> None:
+    class Flickering(Home):
+        def check(self) -> None:
+            if left.pop(0):
+                raise UserError("", why="", hint="", code=Exit.HOME_IN_USE)
+
+    left = [*missed, *[True] * join.HOME_LOOKS]
+    lasting = "".join("x" if each else " " for each in left).index("x" * join.HOME_LOOKS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(join, "HOME_LOOK_S", 0.0)
+        with pytest.raises(UserError):
+            asyncio.run(join.home_watched(Flickering(Path(), -1)))
+    assert len(left) == len(missed) - lasting, "it ends with the first looks in a row that all miss it"
 
 
 @pytest.mark.real_time

@@ -154,6 +154,15 @@ def test_a_file_that_is_removed_before_it_is_locked_is_made_again(
     assert len(removed) == 1
 
 
+def test_a_file_system_whose_numbers_of_files_change_lets_a_writer_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter([False])
+    monkeypatch.setattr(os.path, "samestat", lambda *_: next(looks))
+    atomic_file.write(tmp_path / "file", b"any")
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
 def test_only_two_modules_write_to_descriptors_themselves() -> None:
     """The journal counts the part of a line that the disk took; a command writes to a terminal as it is ended."""
     root = Path(noloco_node.__file__).parent

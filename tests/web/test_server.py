@@ -331,6 +331,40 @@ async def test_connections_that_ask_for_nothing_are_few_and_keep_nobody_out(said
 
 
 @on_both_loops
+async def test_a_stranger_that_takes_no_answer_keeps_no_connection(
+    said: list[str], monkeypatch: pytest.MonkeyPatch, loop: Any
+) -> None:
+    lines: asyncio.Queue[asyncio.Transport] = asyncio.Queue()
+    ends: asyncio.Queue[None] = asyncio.Queue()
+    begin, end = aiohttp.web.Server.connection_made, aiohttp.web.Server.connection_lost
+
+    def begun(self: aiohttp.web.Server, handler: Any, line: asyncio.Transport) -> None:
+        lines.put_nowait(line)
+        begin(self, handler, line)
+
+    def ended(self: aiohttp.web.Server, *args: Any) -> None:
+        ends.put_nowait(None)
+        end(self, *args)
+
+    monkeypatch.setattr(aiohttp.web.Server, "connection_made", begun)
+    monkeypatch.setattr(aiohttp.web.Server, "connection_lost", ended)
+    monkeypatch.setattr(server, "REQUEST_S", 0.5)
+    async with served(said) as (_, url, _session), asyncio.timeout(LAST_RESORT_S):
+        is_jammed = False
+        while not is_jammed:  # where the machine halts, the connection is let go before
+            with socket.socket() as stranger:
+                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+                stranger.connect(("127.0.0.1", port_of(url)))
+                line = await lines.get()
+                with contextlib.suppress(ConnectionError):
+                    while ends.empty() and not line.get_write_buffer_size():
+                        stranger.send(HEAD % b"" + b"\r\n")
+                        await asyncio.sleep(0.001)
+                is_jammed = ends.empty()
+                await ends.get()
+
+
+@on_both_loops
 async def test_where_all_connections_are_at_work_one_more_is_refused(
     said: list[str], monkeypatch: pytest.MonkeyPatch, loop: Any
 ) -> None:
