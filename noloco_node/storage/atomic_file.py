@@ -371,13 +371,13 @@ def _header(arrays: Iterable[Array], told: str) -> bytes:
     return head + b" " * (-len(head) % 8)
 
 
-def _head_of(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
+def _head_of(file: BinaryIO, most_bytes: int = LARGEST_HEADER_BYTES) -> tuple[bytes, dict[str, Any]]:
     """Return the header of a safetensors file, as it lies there and decoded; raise ValueError if it is none."""
     prefix = file.read(_LENGTH.size)
     if len(prefix) < _LENGTH.size:
         raise ValueError("the file is shorter than its first number")
     (length,) = _LENGTH.unpack(prefix)
-    if length > LARGEST_HEADER_BYTES:
+    if length > most_bytes:
         raise ValueError(f"a header of {length} bytes is none")
     head = file.read(length)
     if len(head) < length:
@@ -402,10 +402,13 @@ def _with_sum(head: bytes, before: str, after: str) -> bytes:
     return head.replace(f'"{_SUM}":"{before}"'.encode(), f'"{_SUM}":"{after}"'.encode(), 1)
 
 
-def tensor_ranges(path: Path) -> dict[str, tuple[int, int]]:
-    """Return each tensor's first byte in a file, and the one behind its last; raise ValueError or `OSError`."""
+def tensor_ranges(path: Path, most_bytes: int) -> dict[str, tuple[int, int]]:
+    """Return each tensor's first byte in a file, and the one behind its last; raise ValueError or `OSError`.
+
+    `most_bytes`: of a header that is decoded.
+    """
     with path.open("rb") as file:
-        (head, table), size = _head_of(file), os.fstat(file.fileno()).st_size
+        (head, table), size = _head_of(file, most_bytes), os.fstat(file.fileno()).st_size
     table.pop("__metadata__", None)
     found, begin = {}, _LENGTH.size + len(head)
     for name, entry in table.items():

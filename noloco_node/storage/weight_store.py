@@ -19,13 +19,14 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from noloco_node.errors import UserError, config_error, os_errors_as, reason_of, storage_error
-from noloco_node.storage.atomic_file import LARGEST_HEADER_BYTES, require_room, tensor_ranges, write, write_all
+from noloco_node.storage.atomic_file import require_room, tensor_ranges, write, write_all
 from noloco_node.storage.home import typed
 from noloco_node.units import format_bytes
 
 PIECE_BYTES = 2**19  # of a file in one message; its last piece may be shorter
 LARGEST_FILE_BYTES = 15 * 2**30  # of which the digests of all pieces fit into one message
 MOST_HELD_BYTES = LARGEST_FILE_BYTES // PIECE_BYTES // 8  # of what a peer says of one file
+MOST_HEADER_BYTES = 2**23  # 60,000 tensors: strangers list files, and one of 100 MiB takes 2.5 GB of memory to decode
 DIGEST_BYTES = 32
 LOOKED_AT_ONCE = 128  # pieces of an earlier process in one job: others wait meanwhile
 _HERE, _ABSENT = b"10"
@@ -107,8 +108,7 @@ class WeightStore:
 
     def read(self, key: FilePieceKey) -> bytes | None:
         """Return a piece, if it is here and right."""
-        known = self._digests.get(key.file)
-        if known is None or not 0 <= key.number < self.files[key.file].pieces:
+        if key.file not in self._digests or not 0 <= key.number < self.files[key.file].pieces:
             return None
         start, data = key.number * PIECE_BYTES, b""
         try:
@@ -125,11 +125,12 @@ class WeightStore:
 
     def look(self, file: int) -> bool:
         """Look at some more of what an earlier process left of a file; say whether all of it has been looked at."""
+        if file not in self._digests:
+            return True  # nothing of it is known to be right
         first, pieces = self._looked[file], self.files[file].pieces
-        if file in self._digests and first < pieces:
-            self._looked[file] = first + LOOKED_AT_ONCE
-            self.missing([FilePieceKey(file, n) for n in range(first, min(first + LOOKED_AT_ONCE, pieces))])
-        return file not in self._digests or self._looked[file] >= pieces
+        self._looked[file] = end = min(first + LOOKED_AT_ONCE, pieces)
+        self.missing([FilePieceKey(file, number) for number in range(first, end)])
+        return end == pieces
 
     def others_held(self, lacking: FilePieceKey) -> bytes:
         """Return which other pieces of a file are here, a bit for each (see `is_held`); nothing if none is known."""
@@ -153,12 +154,10 @@ class WeightStore:
         self._right[key.file][key.number] = _HERE
 
     def missing(self, keys: Sequence[FilePieceKey]) -> list[FilePieceKey]:
-        right = self._right
-        return [
-            key
-            for key in keys
-            if not (key.file in right and right[key.file][key.number] == _HERE) and self.read(key) is None
-        ]
+        return [key for key in keys if not self._is_right(key) and self.read(key) is None]
+
+    def _is_right(self, key: FilePieceKey) -> bool:
+        return key.file in self._right and self._right[key.file][key.number] == _HERE
 
     def check_room(self, pieces: int) -> None:
         """Raise `OSError` if so many more pieces have no room on the disk, or are not allowed."""
@@ -170,10 +169,7 @@ class WeightStore:
         require_room(self.directory, needed_bytes)
 
     def all_pieces(self) -> list[FilePieceKey]:
-        return [key for file in range(len(self.files)) for key in self._pieces(file)]
-
-    def _pieces(self, file: int) -> list[FilePieceKey]:
-        return [FilePieceKey(file, number) for number in range(self.files[file].pieces)]
+        return [FilePieceKey(file, number) for file, each in enumerate(self.files) for number in range(each.pieces)]
 
     def copy_to(self, other: WeightStore) -> None:
         """Copy all pieces into another store of the same files; raise `UserError` if the disk refuses."""
@@ -192,7 +188,7 @@ class WeightStore:
         found = []
         for number, file in enumerate(self.files):
             with (self.directory / file.file).open("rb") as opened:
-                length = min(int.from_bytes(opened.read(8), "little"), LARGEST_HEADER_BYTES)
+                length = min(int.from_bytes(opened.read(8), "little"), MOST_HEADER_BYTES)
             found += self._covering(number, 0, min(8 + length, file.size_bytes))
         return found
 
@@ -211,7 +207,7 @@ class WeightStore:
 
     def _ranges(self) -> Iterator[tuple[int, str, tuple[int, int]]]:
         for number, file in enumerate(self.files):
-            for name, place in tensor_ranges(self.directory / file.file).items():
+            for name, place in tensor_ranges(self.directory / file.file, MOST_HEADER_BYTES).items():
                 yield number, name, place
 
     def _covering(self, file: int, start: int, stop: int) -> list[FilePieceKey]:

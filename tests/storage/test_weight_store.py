@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import json
 import os
 import tempfile
 from collections.abc import Iterable
@@ -17,6 +18,7 @@ from noloco_node.errors import Exit
 from noloco_node.storage import weight_store
 from noloco_node.storage.weight_store import (
     LOOKED_AT_ONCE,
+    MOST_HEADER_BYTES,
     PIECE_BYTES,
     FilePieceKey,
     WeightFile,
@@ -61,6 +63,18 @@ def test_pieces_come_in_any_order_and_are_found_again(tmp_path: Path) -> None:
     assert again.header_pieces() == [FilePieceKey(0, 0)]
     assert again.tensors() == {"early": 0, "late": 0}
     assert again.pieces_of(["late"]) == [FilePieceKey(0, 0), FilePieceKey(0, 3)]
+
+
+def test_a_header_that_would_fill_the_memory_is_refused_before_it_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes((2 * MOST_HEADER_BYTES).to_bytes(8, "little") + b" " * 2 * MOST_HEADER_BYTES)
+    store = WeightStore.whole(tmp_path, [described(path)])
+    assert len(store.header_pieces()) == 1 + MOST_HEADER_BYTES // PIECE_BYTES
+    monkeypatch.setattr(json, "loads", pytest.fail)
+    with pytest.raises(ValueError, match="bytes is none"):
+        store.tensors()
 
 
 def test_what_its_digest_does_not_say_is_not_written(tmp_path: Path) -> None:
