@@ -108,8 +108,7 @@ class WeightStore:
 
     def read(self, key: FilePieceKey) -> bytes | None:
         """Return a piece, if it is here and right."""
-        known = self._digests.get(key.file)
-        if known is None or not 0 <= key.number < self.files[key.file].pieces:
+        if key.file not in self._digests or not 0 <= key.number < self.files[key.file].pieces:
             return None
         start, data = key.number * PIECE_BYTES, b""
         try:
@@ -126,11 +125,12 @@ class WeightStore:
 
     def look(self, file: int) -> bool:
         """Look at some more of what an earlier process left of a file; say whether all of it has been looked at."""
+        if file not in self._digests:
+            return True  # nothing of it is known to be right
         first, pieces = self._looked[file], self.files[file].pieces
-        if file in self._digests and first < pieces:
-            self._looked[file] = first + LOOKED_AT_ONCE
-            self.missing([FilePieceKey(file, n) for n in range(first, min(first + LOOKED_AT_ONCE, pieces))])
-        return file not in self._digests or self._looked[file] >= pieces
+        self._looked[file] = end = min(first + LOOKED_AT_ONCE, pieces)
+        self.missing([FilePieceKey(file, number) for number in range(first, end)])
+        return end == pieces
 
     def others_held(self, lacking: FilePieceKey) -> bytes:
         """Return which other pieces of a file are here, a bit for each (see `is_held`); nothing if none is known."""
@@ -154,12 +154,10 @@ class WeightStore:
         self._right[key.file][key.number] = _HERE
 
     def missing(self, keys: Sequence[FilePieceKey]) -> list[FilePieceKey]:
-        right = self._right
-        return [
-            key
-            for key in keys
-            if not (key.file in right and right[key.file][key.number] == _HERE) and self.read(key) is None
-        ]
+        return [key for key in keys if not self._is_right(key) and self.read(key) is None]
+
+    def _is_right(self, key: FilePieceKey) -> bool:
+        return key.file in self._right and self._right[key.file][key.number] == _HERE
 
     def check_room(self, pieces: int) -> None:
         """Raise `OSError` if so many more pieces have no room on the disk, or are not allowed."""
@@ -171,10 +169,7 @@ class WeightStore:
         require_room(self.directory, needed_bytes)
 
     def all_pieces(self) -> list[FilePieceKey]:
-        return [key for file in range(len(self.files)) for key in self._pieces(file)]
-
-    def _pieces(self, file: int) -> list[FilePieceKey]:
-        return [FilePieceKey(file, number) for number in range(self.files[file].pieces)]
+        return [FilePieceKey(file, number) for file, each in enumerate(self.files) for number in range(each.pieces)]
 
     def copy_to(self, other: WeightStore) -> None:
         """Copy all pieces into another store of the same files; raise `UserError` if the disk refuses."""
