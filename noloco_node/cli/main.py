@@ -11,7 +11,6 @@ import errno
 import gc
 import inspect
 import io
-import select
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -67,7 +66,7 @@ class CommandGroup(TyperGroup):
             finally:
                 sys.stdout.flush()
         except (OSError, BaseExceptionGroup) as error:
-            if not (is_closed_output(error) and _reader_is_gone()):
+            if not is_closed_output(error):
                 raise
             drop_output()
             raise typer.Exit from None
@@ -99,12 +98,6 @@ def _with_flat_options(command: Callable[..., None]) -> Callable[..., None]:
     flat.__annotations__ = {each.name: each.annotation for each in parameters}
     flat.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return flat
-
-
-def _reader_is_gone() -> bool:
-    watched = select.poll()
-    watched.register(sys.stdout.fileno(), 0)
-    return any(event & select.POLLERR for _, event in watched.poll(0))
 
 
 app = typer.Typer(

@@ -18,6 +18,7 @@ import itertools
 import string
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -225,8 +226,9 @@ class _Demo:
             except UserError as error:  # the journals still have something to say
                 trouble = error
         finally:
-            if self._children.running():
-                self._say(f"stopping {len(self._children.running())} processes (Ctrl-C: at once)")
+            with suppress(BrokenPipeError):  # nobody reads any more, perhaps for just this reason
+                if self._children.running():
+                    self._say(f"stopping {len(self._children.running())} processes (Ctrl-C: at once)")
             await self._children.stop()
         self._report(scores)
         if trouble is not None:
@@ -236,7 +238,10 @@ class _Demo:
         self._print(f"[{format_clock(time.time() - self._started_at)}] {text}")
 
     def _print(self, line: str) -> None:
-        self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+        if self._console.is_interactive:
+            self._console.print(line, soft_wrap=True, highlight=False, markup=False, emoji=False)
+        else:  # a console leaves with 1 where the reader has read enough
+            print(line, file=self._console.file, flush=True)
 
     async def _freeze_run(self) -> RunConfig:
         """Write the run file, with as many inner steps as fit into the time asked for."""

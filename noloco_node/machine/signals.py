@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import signal
 import sys
 import threading
@@ -187,11 +188,19 @@ def run_until_interrupted(main: Coroutine[Any, Any, None]) -> None:
 
 
 def is_closed_output(error: BaseException) -> bool:
-    """Say whether an error is that of a pipe or a terminal which was closed, and nothing else."""
-    return all(
-        isinstance(each, BrokenPipeError) or (isinstance(each, OSError) and each.errno == errno.EIO)
-        for each in leaves(error)
-    )
+    """Say whether an error is that of a pipe or a terminal behind our output which was closed, and nothing else.
+
+    A disk and a connection fail with the same numbers.
+    """
+    numbers = {each.errno if isinstance(each, OSError) else None for each in leaves(error)}
+    return numbers <= {errno.EPIPE, errno.EIO} and _reader_is_gone()
+
+
+def _reader_is_gone() -> bool:
+    watched = select.poll()
+    for output in (1, 2):
+        watched.register(output, 0)
+    return any(event & select.POLLERR for _, event in watched.poll(0))
 
 
 def drop_output() -> None:

@@ -17,7 +17,8 @@ a writer's slow clock, because a reader that reads a stage only now and then (`p
 it for the first time.
 
 We remember a peer for as long as the DHT may have its last record, so that this does not count as news again: one
-reading may find no version of it or an older one, and the next reading the last one.
+reading may find no version of it or an older one, and the next reading the last one. Of too many peers none is
+remembered.
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ class PeerTable:
             self._believed = None
         for peer in aged:
             entry = self._entries[peer]
-            if peer not in raws and entry.news_s + self._life_s(entry.published) + CLOCK_ERROR_S <= self._clock_s:
+            expired = entry.news_s + self._life_s(entry.published) + CLOCK_ERROR_S <= self._clock_s
+            if peer not in raws and (expired or len(self._entries) > MOST_RECORDS):
                 del self._entries[peer]
             elif entry.believed:
                 self._entries[peer] = msgspec.structs.replace(entry, believed=False)

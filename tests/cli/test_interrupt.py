@@ -149,15 +149,17 @@ def test_a_signal_while_libraries_are_loaded_ends_the_process_with_a_word(
     assert ended.stderr == ("" if stays else "noloco-node: interrupted\n")
 
 
+@pytest.mark.parametrize("is_gone", [True, False])
 @pytest.mark.parametrize("number", [errno.EPIPE, errno.EIO, errno.ENOSPC])
-def test_a_command_that_only_shows_something_ends_with_its_pipe_or_terminal(
-    number: int, monkeypatch: pytest.MonkeyPatch
+def test_a_command_that_only_shows_something_ends_with_its_pipe_or_terminal_and_tells_of_a_disk_that_fails(
+    number: int, is_gone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        raise ExceptionGroup("beside others", [OSError(number, "of the output")])
+        raise ExceptionGroup("beside others", [OSError(number, "of the output, or of a disk")])
 
     monkeypatch.setattr(signals, "drop_output", lambda: None)
-    with pytest.raises(ExceptionGroup) if number == errno.ENOSPC else nullcontext():
+    monkeypatch.setattr(signals, "_reader_is_gone", lambda: is_gone)
+    with nullcontext() if is_gone and number != errno.ENOSPC else pytest.raises(ExceptionGroup):
         run_until_interrupted(main())
 
 

@@ -287,6 +287,15 @@ def test_a_demo_never_writes_over_files(tmp_path: Path) -> None:
     assert [entry.name for entry in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
 
 
+def test_a_reader_that_has_read_enough_ends_a_demo_without_an_error(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "noloco_node", "demo", "--home", str(tmp_path / "demo")]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_each_demo_gets_a_directory_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "noloco-demo-3").mkdir()
     (tmp_path / "noloco-demo-3" / "thesis.tex").touch()

@@ -13,6 +13,7 @@ from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.sim.clock import VirtualLoop
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
 from noloco_node.sim.network.sim_network import SimNetwork, SimPeerNetwork
+from noloco_node.swarm import stage_records
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.stage_records import (
@@ -367,6 +368,18 @@ def test_a_dead_peer_is_believed_once_whichever_version_of_its_record_each_readi
         believed.append("m" in table.believed)
     assert believed == [at * every_s < lifetime_s for at in range(len(believed))]
     assert not table.known, "it is forgotten once the DHT has nothing of it"
+
+
+def test_names_without_end_are_not_remembered_for_longer_than_they_are_believed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stage_records, "MOST_RECORDS", at_once := 64)
+    table, lifetime_s, every_s = PeerTable(30.0), 30.0, 10.0
+    for number in range(60):
+        news = {f"{number}.{name}": Published(1, record("m"), 1e9 + number) for name in range(at_once)}
+        reading = DhtRead(number * every_s, 1e9, youngest_at=1e9, ages=True)
+        table.take(news, dict.fromkeys(news, b""), reading)
+        assert len(table.known) <= (1 + lifetime_s / every_s) * at_once
 
 
 @given(st.floats(0.0, 1e4), st.floats(-500.0, 500.0), st.floats(-500.0, 500.0))
