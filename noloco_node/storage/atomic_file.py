@@ -214,7 +214,8 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
     try:
         path.mkdir(mode=mode, parents=True, exist_ok=True)
     except FileExistsError as error:  # the system's words, "File exists", do not say what is wrong with that
-        raise NotADirectoryError(errno.ENOTDIR, "this is a file, not a directory", str(path)) from error
+        in_the_way = "a link to what is not there" if any(each.is_symlink() for each in missing) else "a file"
+        raise NotADirectoryError(errno.ENOTDIR, f"this is {in_the_way}, not a directory", str(path)) from error
     for each in missing:
         flush(each.parent)
 

@@ -208,6 +208,14 @@ def test_a_home_at_the_place_of_a_file_is_refused_in_words(tmp_path: Path, below
     assert "File exists" not in caught.value.why
 
 
+@pytest.mark.parametrize("below", ["", "deeper"])
+def test_a_home_behind_a_link_to_what_is_not_there_is_refused_in_words(tmp_path: Path, below: str) -> None:
+    (link := tmp_path / "link").symlink_to(tmp_path / "a-disk-that-is-not-mounted" / "home")
+    with user_error(Exit.STORAGE, "cannot use the home") as caught:
+        Home.open(link / below)
+    assert "a link to what is not there" in caught.value.why
+
+
 def test_a_disk_that_refuses_the_directory_of_a_run_is_trouble(tmp_path: Path) -> None:
     with Home.open(tmp_path) as home:
         (home.path / "runs").touch()
