@@ -34,7 +34,7 @@ Shapes = tuple[tuple[int, ...], ...]  # of a stage's parameters
 REQUEST_S = 10.0
 RETRY_S = 5.0
 LOOK_S = 10.0  # between two looks at how far the stages are
-FAILURE_S = 120.0  # before a stage is tried again whose snapshot failed
+FAILURE_S = 120.0  # before a stage is tried again whose snapshot failed, or lay here damaged
 REPLICAS_ASKED = 3  # replicas that say round and norm before one of them is chosen
 NORM_CHANGE = 1.5  # a norm may differ by this factor from what the same replica said a moment ago
 
@@ -61,17 +61,20 @@ class SnapshotServer:
         self._served = set[int]()
         self._counters: dict[int, ReplicaState] = {}
         self._talking: Counter[int] = Counter()
+        self._not_before_s: dict[int, float] = {}  # when to look again for weights that were of no use
 
     async def begin(self, own: int) -> None:
         """Set aside checkpoints of other stages than our own, and serve all that are here from now on."""
         await self.archive.set_aside(own)
         self._counters.clear()
+        self._not_before_s.clear()
         for number in await self.archive.stages():
             if number != own and number < len(self.shapes):
                 await self._serve(number)
 
     async def note(self, found: Checkpoint) -> None:
         """Serve a stage from now on, with `found` as its newest weights."""
+        self._not_before_s.pop(found.counters.stage, None)
         await self._remember(found.counters.stage, state_of(found))
         await self._serve(found.counters.stage)
 
@@ -103,7 +106,10 @@ class SnapshotServer:
         """Return a stage's counters, or its weights from the disk."""
         if parts is Parts.OUTLINE and number in self._counters:
             return self._counters[number]
-        found = await self.archive.slow(number) if parts is not Parts.ALL else None
+        found = None
+        if parts is not Parts.ALL and loop_s() >= self._not_before_s.get(number, 0.0):
+            found = await self.archive.slow(number)
+            self._not_before_s[number] = loop_s() + FAILURE_S if found is None else 0.0
         if found is None:
             raise ConnectionAbortedError("of another's stage there are slow weights, as long as they lie here, no more")
         state = state_of(found)

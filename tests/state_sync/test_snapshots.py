@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from memory_swarms import Memory, Peer, asked_to_leave, recipe, until
 from msgspec import structs
 from sample_counters import counters
+from toy_gossip import at_once
 
 from gossip.exchange.messages import Manifest, Parts, StateRequest
 from gossip.interface import OuterStepTaken
@@ -46,7 +47,7 @@ from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.storage.checkpoint_store import KEPT_SNAPSHOTS, CheckpointStore
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.stage_records import CLOCK_S
-from noloco_node.tasks import background
+from noloco_node.tasks import background, loop_s
 
 # What is decided.
 
@@ -411,6 +412,33 @@ async def test_a_keeper_holds_no_snapshot_that_lies_on_the_disk() -> None:
     async with background(keeper.run()):
         await asyncio.sleep(5.0)
         assert [each() for each in read] == [None, None]
+
+
+async def test_weights_that_the_disk_has_damaged_are_read_once_in_a_while_however_many_ask() -> None:
+    """To find out takes a pass over gigabytes."""
+    reads, shapes = list[float](), ((4,),)
+
+    class Archive:
+        async def set_aside(self, own: int) -> None: ...
+
+        async def stages(self) -> tuple[int, ...]:
+            return (1,)
+
+        async def slow(self, stage: int) -> Checkpoint | None:
+            reads.append(loop_s())
+            whole = Checkpoint(counters(stage=1), {"slow": (torch.ones(4),)})
+            return whole if len(reads) == 3 else None
+
+    hub, device = SimNetwork(), SimpleNamespace(beside=at_once)
+    places: Any = (hub.network("keeper"), device, Archive(), [shapes, shapes], lambda size: 60.0, lambda number: False)
+    await snapshot_keeper.SnapshotServer(*places).begin(0)
+    stranger, told = hub.network("stranger"), list[int]()
+    for _ in range(int(2.5 * snapshot_keeper.FAILURE_S)):
+        replies = await ask_manifests(stranger, ["keeper"], WeightsOf(1, shapes, SNAPSHOT))
+        told.append(len(replies.manifests))
+        await asyncio.sleep(1.0)
+    assert (len(reads), told[-1]) == (3, 1)
+    assert all(later - earlier >= snapshot_keeper.FAILURE_S for earlier, later in pairwise(reads))
 
 
 async def test_what_a_stranger_asks_for_is_bounded() -> None:
