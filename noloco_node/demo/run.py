@@ -226,7 +226,7 @@ class _Demo:
             except UserError as error:  # the journals still have something to say
                 trouble = error
         finally:
-            with suppress(BrokenPipeError):  # nobody reads any more, perhaps for just this reason
+            with suppress(OSError):  # nobody reads any more: the pipe or the terminal is closed
                 if self._children.running():
                     self._say(f"stopping {len(self._children.running())} processes (Ctrl-C: at once)")
             await self._children.stop()

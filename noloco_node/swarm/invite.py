@@ -211,7 +211,7 @@ class KeptInvite:
     def move(self, own: Sequence[str]) -> None:
         """Note our addresses of now; say so where we have been at none of them before."""
         self._own = present(self._own, own)
-        is_new = self._told.isdisjoint(self._own)
+        is_new = bool(self._told) and self._told.isdisjoint(self._own)
         self._told.update(self._own)
         if is_new:
             text = without_secret(self.keep())

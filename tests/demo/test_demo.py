@@ -1,6 +1,7 @@
 """The demo: what it counts, what it shows, where it writes, and that its children never outlive it."""
 
 import asyncio
+import contextlib
 import json
 import os
 import select
@@ -8,10 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import msgspec
 import pytest
@@ -19,6 +21,7 @@ from command_line import refused
 from hypothesis import given
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S
+from rich.console import Console
 from sample_events import history, inner, started
 from typer.testing import CliRunner
 from user_errors import user_error
@@ -294,6 +297,33 @@ def test_a_reader_that_has_read_enough_ends_a_demo_without_an_error(tmp_path: Pa
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("opened", [os.pipe, os.openpty])
+async def test_a_demo_whose_pipe_or_terminal_is_closed_stops_what_it_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Callable[[], tuple[int, int]]
+) -> None:
+    reading, writing = opened()
+    children, stopped = Children(), list[int]()
+
+    async def stop() -> None:
+        stopped.append(len(children.running()))
+
+    async def closed(_: object) -> NoReturn:
+        os.close(reading)
+        raise EOFError
+
+    monkeypatch.setattr(children, "running", lambda: ["a child"])
+    monkeypatch.setattr(children, "stop", stop)
+    monkeypatch.setattr(run, "Children", lambda: children)
+    monkeypatch.setattr(run._Demo, "_freeze_run", closed)
+    console = Console(file=os.fdopen(writing, "w"), force_terminal=os.isatty(writing))
+    monkeypatch.setattr(run, "Console", lambda: console)
+    with pytest.raises(EOFError):
+        await demonstrate(DemoConfig(replicas=2, home=tmp_path / "demo"))
+    assert stopped == [1]
+    with contextlib.suppress(OSError):
+        console.file.close()
 
 
 def test_each_demo_gets_a_directory_of_its_own(tmp_path: Path) -> None:
