@@ -13,7 +13,7 @@ None of them can be switched off in the product: here their parts are replaced f
 runs: how many microbatches are computed twice is a setting, and `--parts` shows what their verdicts take. The
 difference of two runs is one of two large numbers, which other programs shift; `--parts` adds up what the functions of
 each defence take, and not what waits and wrappers around them do. Bytes are those of messages, and of records that are
-published and read.
+published and read. Time is that to the same inner step, three quarters of the way: the runs end at different ones.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ from noloco_node.admission.admission_hook import AdmissionHook, _Answered
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.ticket import MEMBER
 from noloco_node.admission.ticket_service import TicketSigner
+from noloco_node.journal import events
 from noloco_node.network.bans import BanHook, BanList
 from noloco_node.network.calls import HookedNetwork
 from noloco_node.network.interface import NetworkHook, PeerNetwork
 from noloco_node.sim.network.sim_network import SimNetwork, SimPeerNetwork
-from noloco_node.sim.world import World, simulate
+from noloco_node.sim.peer import SimulatedPeer
+from noloco_node.sim.world import Watcher, World, simulate
 from noloco_node.swarm.receipts import IssuedReceipts, ReceiptLedger
 from noloco_node.swarm.run_samples import RunSamples
 from pipeline.activation_codec import SizeBound
@@ -51,11 +53,22 @@ UNTIL = 2**33
 
 
 class Cost(NamedTuple):
-    """Of one run: seconds of this process's CPU, virtual seconds, and bytes by what they are for."""
+    """Of one run: seconds of this process's CPU, when its inner steps were taken, and bytes by what they are for."""
 
     cpu_s: float
-    virtual_s: float
+    steps_s: list[float]
     sent: Counter[str]
+
+
+class Steps(Watcher):
+    """Notes the virtual seconds at which inner steps are taken."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self.taken_s = world, list[float]()
+
+    def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
+        if isinstance(event, events.InnerStep):
+            self.taken_s.append(self._world.now_s)
 
 
 @contextmanager
@@ -187,7 +200,7 @@ ALL = (*OFF, "admission")
 
 def cost(defences: Sequence[str], seed: int, shape: Shape = SMALL) -> Cost:
     """Train once with these defences."""
-    setup, records = prepared(seed, shape=shape), Counter[str]()
+    setup, records, steps = prepared(seed, shape=shape), Counter[str](), list[Steps]()
     publish, read_all = SimPeerNetwork.publish, SimPeerNetwork.read_all
 
     async def published(network: SimPeerNetwork, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
@@ -202,7 +215,11 @@ def cost(defences: Sequence[str], seed: int, shape: Shape = SMALL) -> Cost:
     def ended(world: World) -> Cost:
         counts = world.network.statistics()
         sent = sum(int(count) for name, count in counts.items() if name.startswith("bytes."))
-        return Cost(time.process_time() - begun_s, world.ended_s, Counter(messages=sent) + records)
+        return Cost(time.process_time() - begun_s, steps[0].taken_s, Counter(messages=sent) + records)
+
+    def watch(world: World) -> Sequence[Watcher]:
+        steps.append(Steps(world))
+        return steps
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(SimPeerNetwork, publish=published, read_all=read))
@@ -212,7 +229,7 @@ def cost(defences: Sequence[str], seed: int, shape: Shape = SMALL) -> Cost:
         if "admission" in defences:
             stack.enter_context(with_admission())
         begun_s = time.process_time()
-        return simulate(setup, lambda world: (), ended)
+        return simulate(setup, watch, ended)
 
 
 def main() -> None:
@@ -253,13 +270,27 @@ def _show_parts(shape: Shape, times: int) -> None:
 
 def _show(choice: tuple[str, ...], costs: Sequence[Cost], bare: Sequence[Cost]) -> None:
     ratios = sorted(one.cpu_s / other.cpu_s - 1.0 for one, other in zip(costs, bare, strict=True))
-    times = sorted(one.virtual_s / other.virtual_s - 1.0 for one, other in zip(costs, bare, strict=True))
-    total = [one.sent.total() / other.sent.total() - 1.0 for one, other in zip(costs, bare, strict=True)]
+    # Runs end at different steps: receipts say later that the budget is used up.
+    until = [min(len(one.steps_s), len(other.steps_s)) * 3 // 4 for one, other in zip(costs, bare, strict=True)]
+    times = sorted(
+        one.steps_s[step] / other.steps_s[step] - 1.0 for one, other, step in zip(costs, bare, until, strict=True)
+    )
+    steps = sorted(len(one.steps_s) / len(other.steps_s) - 1.0 for one, other in zip(costs, bare, strict=True))
+    total = sorted(_bytes_a_step(one) / _bytes_a_step(other) - 1.0 for one, other in zip(costs, bare, strict=True))
     kinds = ", ".join(f"{what} {median(one.sent[what] for one in costs) / 1e6:.2f} MB" for what in costs[0].sent)
     print(
-        f"{' '.join(choice) or 'none':40}  CPU {median(ratios):+.1%} ({ratios[0]:+.1%} to {ratios[-1]:+.1%})"
-        f"  virtual time {median(times):+.1%}  bytes {median(total):+.1%}: {kinds}"
+        f"{' '.join(choice) or 'none':40}  CPU {_spread(ratios)}"
+        f"  virtual time to the same step {_spread(times)}  steps in all {_spread(steps)}"
+        f"  bytes a step {_spread(total)}: {kinds}"
     )
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    return f"{median(ratios):+.1%} ({ratios[0]:+.1%} to {ratios[-1]:+.1%})"
+
+
+def _bytes_a_step(run: Cost) -> float:
+    return run.sent.total() / len(run.steps_s)
 
 
 if __name__ == "__main__":
