@@ -130,6 +130,23 @@ def test_the_next_writer_removes_what_a_killed_one_left_and_nothing_of_a_living_
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_what_a_killed_writer_left_is_removed_where_only_a_descriptor_for_writing_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So does NFS."""
+    true_lock = fcntl.flock
+
+    def lock(descriptor: int, operation: int) -> None:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        true_lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock)
+    (tmp_path / ".file.0123abcd.aside").touch()
+    atomic_file.write(tmp_path / "file", b"any")
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
 def test_directories_beside_are_no_files_that_a_writer_left(tmp_path: Path) -> None:
     (beside := tmp_path / ".file.0123abcd.aside").mkdir()
     atomic_file.write(tmp_path / "file", b"any")

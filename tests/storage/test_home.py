@@ -1,12 +1,14 @@
 """A home belongs to one running node, and keeps what belongs to a run in a directory of its own."""
 
 import asyncio
+import errno
 import os
 import shutil
 import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -77,6 +79,15 @@ def test_a_home_that_is_gone_is_told(tmp_path: Path, how: str) -> None:
         for _ in range(2):
             with user_error(Exit.HOME_IN_USE, "is gone[^$]*moved, removed or replaced"):
                 home.check()
+
+
+def test_a_disk_that_does_not_answer_is_no_home_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(*_: object) -> NoReturn:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with Home.open(tmp_path) as home, monkeypatch.context() as patch:
+        patch.setattr(os, "stat", away)
+        home.check()
 
 
 def test_a_holder_that_has_not_signed_yet_is_no_riddle(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from hypothesis import given
@@ -161,6 +162,20 @@ def test_what_is_here_is_told_also_of_an_earlier_process(here: set[int], later: 
         written |= later
         write(again, later)
         assert told(again) == (here | later) - {lacking}
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENXIO])
+def test_a_file_system_that_knows_no_holes_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refused(*_: object) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(b"1" * PIECE_BYTES)
+    store = WeightStore.whole(tmp_path, [described(path)])
+    monkeypatch.setattr(os, "lseek", refused)
+    assert store.read(FilePieceKey(0, 0)) == (path.read_bytes() if number == errno.EINVAL else None)
 
 
 def test_a_hole_is_not_hashed_and_what_is_hashed_is_hashed_in_short_jobs(
