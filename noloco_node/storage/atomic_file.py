@@ -156,7 +156,7 @@ def locked_aside(directory: Path) -> Iterator[Path]:
             shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
         yield aside
     finally:
-        if is_held(lock, aside):
+        if _is_held(lock, aside):
             shutil.rmtree(aside, ignore_errors=True)
         os.close(lock)
 
@@ -173,7 +173,7 @@ def held(beside: Path, directory: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):  # not empty: it is kept
-            if is_held(lock, beside):
+            if _is_held(lock, beside):
                 beside.rmdir()
         os.close(lock)
 
@@ -190,12 +190,12 @@ def _lock(aside: Path, directory: Path) -> int:
             raise usage_error(
                 f"Another process is writing {directory}.", f"it holds {aside}", "wait for it, or choose another path"
             ) from None
-        if is_held(lock, aside):
+        if _is_held(lock, aside):
             return lock
         os.close(lock)  # of a directory that its owner has just removed or renamed
 
 
-def is_held(lock: int, aside: Path) -> bool:
+def _is_held(lock: int, aside: Path) -> bool:
     """Say whether a file or a directory is still the one that was locked."""
     try:
         return os.path.samestat(os.fstat(lock), os.stat(aside))

@@ -132,9 +132,9 @@ class HomePaths(RunPaths):
 class Home(HomePaths, AbstractContextManager["Home"]):
     """A directory that is ours alone until `close`. Made by `Home.open`."""
 
-    def __init__(self, path: Path, lock: int) -> None:
+    def __init__(self, path: Path, lock: int, signature: bytes) -> None:
         super().__init__(path)
-        self._lock = lock
+        self._lock, self._signature = lock, signature
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -149,24 +149,30 @@ class Home(HomePaths, AbstractContextManager["Home"]):
             lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _sign(lock)
+                signature = _sign(lock)
             except OSError as error:
                 os.close(lock)
                 if isinstance(error, BlockingIOError):
                     raise _in_use(path) from error
                 raise
-        return cls(path, lock)
+        return cls(path, lock, signature)
 
     def check(self) -> None:
         """Raise `UserError` (HOME_IN_USE) where the directory is no longer there: it was moved, removed or replaced."""
-        with suppress(OSError):  # a disk that is away for a while
-            if not atomic_file.is_held(self._lock, self.path / "lock"):
-                raise UserError(
-                    f"The home {self.path} is gone.",
-                    why="its file `lock` is not the one that this node has locked: it was moved, removed or replaced",
-                    hint="start the node again with --home and the directory's new path",
-                    code=Exit.HOME_IN_USE,
-                )
+        try:
+            # Not by its number, which some file systems change: what we have signed.
+            is_ours = (self.path / "lock").read_bytes() == self._signature
+        except (FileNotFoundError, NotADirectoryError):
+            is_ours = False
+        except OSError:  # a disk that is away for a while
+            return
+        if not is_ours:
+            raise UserError(
+                f"The home {self.path} is gone.",
+                why="its file `lock` is not the one that this node has locked: it was moved, removed or replaced",
+                hint="start the node again with --home and the directory's new path",
+                code=Exit.HOME_IN_USE,
+            )
 
     def close(self) -> None:
         if self._lock >= 0:
@@ -205,13 +211,14 @@ def without_secrets(command: str) -> str:
     return re.sub(r"(noloco\d+:[^\s#]*)#[^\s'\"]+", r"\1#...", command)
 
 
-def _sign(lock: int) -> None:
+def _sign(lock: int) -> bytes:
     command = without_secrets(shlex.join(sys.argv))[:1000]
     signature = msgspec.json.encode(LockHolder(pid=os.getpid(), since=time.time(), command=command))
     # In this order the file never gives back its block of the disk, which may be full by now.
     atomic_file.write_all(lock, signature, 0)
     os.ftruncate(lock, len(signature))
     atomic_file.sync(lock)  # a disk that is full says so here, before anything depends on it
+    return signature
 
 
 def _in_use(path: Path) -> UserError:

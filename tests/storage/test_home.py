@@ -86,7 +86,7 @@ def test_a_disk_that_does_not_answer_is_no_home_that_is_gone(tmp_path: Path, mon
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     with Home.open(tmp_path) as home, monkeypatch.context() as patch:
-        patch.setattr(os, "stat", away)
+        patch.setattr(Path, "read_bytes", away)
         home.check()
 
 

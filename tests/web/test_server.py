@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import re
 import socket
 import zlib
@@ -14,6 +15,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp.web_protocol import RequestHandler
 from command_line import refused
 from event_loops import on_both_loops
 from hypothesis import given
@@ -392,8 +394,10 @@ async def test_a_body_that_nobody_asked_for_is_hardly_waited_for(
     said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "REQUEST_S", 0.05)
+    assert RequestHandler.__init__.__kwdefaults__ is not None
+    monkeypatch.setitem(RequestHandler.__init__.__kwdefaults__, "lingering_time", math.inf)
 
-    async with served(said) as (_, url, _session), asyncio.timeout(8.0):  # aiohttp waits for ten seconds
+    async with served(said) as (_, url, _session), asyncio.timeout(LAST_RESORT_S):
         answer = await ask(port_of(url), HEAD % b"" + b"Content-Length: 9\r\n\r\nx")
     assert answer.startswith(b"HTTP/1.1 200")
 
