@@ -83,7 +83,7 @@ def test_a_home_that_is_away_for_a_moment_ends_no_node(missed: list[bool]) -> No
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(join, "HOME_LOOK_S", 0.0)
         with pytest.raises(UserError):
-            asyncio.run(join.home_watched(Flickering(Path(), -1)))
+            asyncio.run(join.home_watched(Flickering(Path(), -1, b"")))
     assert len(left) == len(missed) - lasting, "it ends with the first looks in a row that all miss it"
 
 

@@ -125,6 +125,9 @@ class MemoryPeerNetwork:
     def __init__(self, peer_id: str, records: DhtRecords) -> None:
         self.peer_id, self._records = peer_id, records
 
+    async def addresses(self) -> tuple[str, ...]:
+        return ()
+
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
         return await self._records.publish(key, subkey, value, lifetime_s)
 
