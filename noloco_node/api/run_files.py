@@ -37,7 +37,7 @@ def init(
     *,
     steps: int,
     batch: int = 1,
-    sequence_length: int = 1,
+    sequence_length: int | None = None,
     replicas: int = 2,
     every: int = 10,
     codec: str = "int4",
@@ -52,8 +52,9 @@ def init(
     (the same name, .safetensors), and the run begins with them. Or a list of modules, or a ModuleList, the stages of a
     pipeline (docs/python.md). Or the section [model] of a model that the nodes build themselves. `steps`: inner steps
     of each of so many planned `replicas`, each over `batch` sequences of `sequence_length` tokens, of a pipeline over a
-    window of them: together the budget of the run. `every`: inner steps between two rounds. `codec`: the form in which
-    weights travel: int4, int8, bfloat16 or float32. `sections`: other fields of the run file, by section
+    window of them: together the budget of the run. Without `sequence_length` a module counts samples, and nodes that
+    read text take the length of a run file. `every`: inner steps between two rounds. `codec`: the form in which weights
+    travel: int4, int8, bfloat16 or float32. `sections`: other fields of the run file, by section
     (docs/reference.md). Raises `noloco_node.errors.UserError` that names the field at fault.
     """
     steps, every = _whole("steps", steps), _whole("every", every)
@@ -69,7 +70,6 @@ def init(
         "pipeline": {
             "replicas": _whole("replicas", replicas),
             "microbatch_size": _whole("batch", batch),
-            "sequence_length": _whole("sequence_length", sequence_length),
         },
         "inner": {"steps": steps, "warmup_steps": steps // 20},
         "outer": {
@@ -79,9 +79,11 @@ def init(
         },
     }
     if isinstance(model, nn.Module):
-        table["pipeline"] |= {"stages": 1, "microbatches_per_step": 1}
+        table["pipeline"] |= {"stages": 1, "microbatches_per_step": 1, "sequence_length": 1}
     elif not isinstance(model, Mapping):
         table["pipeline"]["stages"] = len(model)
+    if sequence_length is not None:
+        table["pipeline"]["sequence_length"] = _whole("sequence_length", sequence_length)
     table |= _merged(table, sections)
     _write(path, table, parameters, overwrite=overwrite)
     return path

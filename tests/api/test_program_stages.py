@@ -27,7 +27,7 @@ from noloco_node.machine.device import Device, WatchedDevice
 from noloco_node.machine.interface import TrainingFailed
 from noloco_node.planning.foreign_layout import foreign_layout
 from noloco_node.planning.model_layout import model_layout, with_optimiser
-from noloco_node.run.config import RunConfig
+from noloco_node.run.config import PipelineConfig, RunConfig
 from noloco_node.run.runfile import load_run
 from pipeline.forward_pass import StageSettings
 
@@ -59,6 +59,15 @@ def written(directory: Path, stages: list[nn.Module] | nn.ModuleList, **sections
             directory / "run.toml", stages, steps=9, batch=2, sequence_length=5, sections={**chosen, **sections}
         )
     )
+
+
+def test_a_run_without_a_length_counts_a_module_s_samples_and_reads_text_in_the_usual_rows(tmp_path: Path) -> None:
+    usual = PipelineConfig().sequence_length
+    sizes = {"hidden_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2, "vocab_size": VOCABULARY}
+    chosen = [(modules(), usual), ({"architecture": "llama", "sizes": sizes}, usual), (nn.Linear(2, 2), 1)]
+    for number, (model, length) in enumerate(chosen):
+        run = load_run(noloco_node.init(tmp_path / f"{number}.toml", model, steps=9))
+        assert run.pipeline.sequence_length == length
 
 
 def test_the_run_of_a_list_has_a_stage_for_each_module(tmp_path: Path) -> None:
