@@ -196,14 +196,14 @@ class WatchedDevice:
 
     def __init__(self, device: Runner) -> None:
         self._device = device
-        self.lost: asyncio.Future[TrainingFailed] = asyncio.get_running_loop().create_future()
+        self.failed: asyncio.Future[TrainingFailed] = asyncio.get_running_loop().create_future()
 
     async def run(self, job: Callable[..., T], *args: object) -> T:
         try:
             return await self._device.run(job, *args)
-        except TrainingFailed as lost:
-            if not self.lost.done():
-                self.lost.set_result(lost)
+        except TrainingFailed as failure:
+            if not self.failed.done():
+                self.failed.set_result(failure)
             raise
 
 

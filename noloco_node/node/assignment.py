@@ -182,11 +182,11 @@ class Assignment:
             asked = group.create_task(leave.wait(), name="leave")
             moving = group.create_task(self.migration.run(), name="moving")
             unfit = group.create_task(replica.worker.unfit.wait(), name="unfit")
-            failed, lost = replica.starting_weights.failed_snapshot, replica.device_lost
-            ends: set[asyncio.Future[Any]] = {done, deserted, asked, moving, failed, lost, unfit}
+            bad_snapshot, failed = replica.starting_weights.failed_snapshot, replica.training_failed
+            ends: set[asyncio.Future[Any]] = {done, deserted, asked, moving, bad_snapshot, failed, unfit}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if lost.done():
-                raise lost.result()
+            if failed.done():
+                raise failed.result()
             if unfit.done():
                 raise out_of_memory(replica.stage, f"for {UNFIT_S:.0f} s every microbatch ran out of it")
             unfit.cancel()
@@ -198,7 +198,7 @@ class Assignment:
             elif moving.done():
                 ending = MoveTo(moving.result())
             else:
-                ending = RetrySnapshot(replica.stage, *failed.result())
+                ending = RetrySnapshot(replica.stage, *bad_snapshot.result())
             self._ending = ending
             moving.cancel()
             self._state = PeerState.TRAINING if isinstance(ending, RunOver) else PeerState.LEAVING
@@ -340,11 +340,11 @@ class Assignment:
     async def _save(self) -> bool:
         """Write the last checkpoint; return whether the weights are on the disk.
 
-        A doubtful snapshot replaces no checkpoint. Nor do the slow weights of a replica whose device is lost replace a
-        whole checkpoint of the same round.
+        A doubtful snapshot replaces no checkpoint. Nor do the slow weights of a replica whose training has failed
+        replace a whole checkpoint of the same round.
         """
         replica, writer = self.replica, self._services.writer
-        kept = replica.device_lost.done() and writer.holds(replica.stage, replica.rounds.finished)
+        kept = replica.training_failed.done() and writer.holds(replica.stage, replica.rounds.finished)
         return kept or replica.starting_weights.doubtful or await writer.finish(await self._checkpoint())
 
     async def _checkpoint(self) -> Checkpoint:

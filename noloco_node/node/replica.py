@@ -96,7 +96,7 @@ class Replica:
         self._model, self._device, self._context = model, device, context
         watched = WatchedDevice(device)
         self._run = watched.run
-        self.device_lost = watched.lost  # set when the device is lost, to the reason
+        self.training_failed = watched.failed  # set to the reason when the device or the program has failed for good
         turns = SendTurns(pipeline.replicas)
         client = self._client = MicrobatchClient(context, stage, turns)
         ways = NextStageClient(
@@ -365,15 +365,15 @@ class Replica:
     async def checkpoint(self, samples: int, data_position: dict[str, object] | None) -> Checkpoint:
         """Return all that this replica needs to go on later, in its own memory; the caller says when it has read it.
 
-        If the device is lost, that is only what lies in main memory: the slow weights and their momentum.
+        If the training has failed, that is only what lies in main memory: the slow weights and their momentum.
         """
-        lost = self.device_lost.done()
+        failed = self.training_failed.done()
         # Fast weights without the correction of a step that the slow ones have would be neither before nor after it.
-        read = await (self.rounds.weights.read() if lost else self.rounds.read_settled())
+        read = await (self.rounds.weights.read() if failed else self.rounds.read_settled())
         fast: Tensors = ()
         optimiser = OptimiserState(0, ())
         try:
-            if not lost:
+            if not failed:
                 fast = await self._run(self._model.current_weights)
                 optimiser = await self._run(self._model.optimiser_state)
         except BaseException:

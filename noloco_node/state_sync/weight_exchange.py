@@ -121,8 +121,9 @@ class WeightServer:
             async with patient(conversation, PATIENCE_S):
                 request = await conversation.receive()
             stream.since_s = loop_s()
-            while (content := await self._job(self._content, request)) is None:
-                pass  # a disk with gigabytes is looked at in many short jobs
+            content = None
+            while content is None:  # a disk with gigabytes is looked at in many short jobs
+                content = await self._job(self._content, request)
             async with patient(conversation, PATIENCE_S):
                 await conversation.send(content)
             stream.since_s = loop_s()
@@ -201,7 +202,7 @@ class WeightDownload:
     async def _stream(self, peers: Sequence[str]) -> None:
         left = list(peers)
         while left:
-            peer = min(left, key=self._inconvenience)
+            peer = min(left, key=self._order)
             left.remove(peer)
             if not self._may_have_any(peer):
                 continue
@@ -246,8 +247,8 @@ class WeightDownload:
             self._missing.append(key)
         return None
 
-    def _inconvenience(self, peer: str) -> tuple[bool, int]:
-        """Return how late to ask a peer: the first listed first, but where some are slow the streams spread."""
+    def _order(self, peer: str) -> tuple[bool, int]:
+        """Return how late to ask a peer: in the order of the list, but where some are slow the streams spread."""
         return peer in self._slow, self._streams[peer] if self._slow else 0
 
     def _may_have_any(self, peer: str) -> bool:

@@ -267,9 +267,9 @@ async def test_a_stage_that_fails_later_ends_its_node_and_a_shortage_of_memory_d
     with pytest.raises(MemoryError if why is None else TrainingFailed):
         await watched.run(stage.forward, hidden)
     device.close()
-    assert watched.lost.done() == (why is not None)
+    assert watched.failed.done() == (why is not None)
     if why is not None:
-        assert why in watched.lost.result().why
+        assert why in watched.failed.result().why
 
 
 @pytest.mark.network

@@ -160,7 +160,7 @@ async def test_a_device_that_is_lost_amid_an_outer_step_leaves_the_slow_weights_
     lost.node._services.writer.holds = lambda *_: False
     await until(lambda: not lost.replica.rounds.settled)
     before, finished = [tensor.clone() for tensor in lost.replica.rounds.state.slow], lost.replica.rounds.finished
-    lost.replica.device_lost.set_result(DeviceLost("cuda", "unspecified launch failure"))
+    lost.replica.training_failed.set_result(DeviceLost("cuda", "unspecified launch failure"))
     await asyncio.wait({lost.task})
     assert set(lost.saved.tensors) <= {"slow", "momentum", "gathered"}
     # The step that was under way is awaited, and counted where it has moved the weights.
