@@ -87,24 +87,26 @@ def load_key(run: Path) -> Ed25519PrivateKey:
 
 def load_members(run: Path) -> MemberList:
     """Return the owner's list, empty where there is none yet; `UserError` where it is damaged."""
-    path, raw = members_file(run), b""
-    with _unusable(path), suppress(FileNotFoundError):
-        raw = path.read_bytes()
+    return decode_members(run, read_members(run))
+
+
+def read_members(run: Path) -> bytes:
+    """Return the bytes of the owner's list, none where there is no list yet; `UserError` where it cannot be read."""
+    with _unusable(members_file(run)), suppress(FileNotFoundError):
+        return members_file(run).read_bytes()
+    return b""
+
+
+def decode_members(run: Path, raw: bytes) -> MemberList:
+    """Return the owner's list that these bytes hold; `UserError` where they are damaged."""
     try:
         return msgspec.json.decode(raw, type=MemberList) if raw else MemberList()
     except msgspec.MsgspecError as error:
         raise config_error(
-            f"The owner's list {path} is damaged.",
+            f"The owner's list {members_file(run)} is damaged.",
             why=str(error),
             hint="restore it from a backup: it says who was let in, and without it who was shut out comes back",
         ) from error
-
-
-def members_changed_at(run: Path) -> int:
-    """Return when the owner's list was last written, in nanoseconds; 0 where there is none yet."""
-    with _unusable(members_file(run)), suppress(FileNotFoundError):
-        return members_file(run).stat().st_mtime_ns
-    return 0
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_hook import AdmissionHook
 from noloco_node.admission.admission_state import AdmissionState, HeldTicket
-from noloco_node.admission.owner_files import TICKET, key_file, load_key, load_members, members_changed_at, public_half
+from noloco_node.admission.owner_files import TICKET, decode_members, key_file, load_key, public_half, read_members
 from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, decode, read_key
 from noloco_node.admission.ticket_service import Sign, TicketService, TicketSigner
 from noloco_node.errors import UserError, config_error
@@ -47,7 +47,8 @@ class HostedAdmissions:
         self._recipe, self._run_file, self._identity, self._invite = recipe, run_file, identity, invite
         self._admission = recipe.run.admission
         self._state = AdmissionState(recipe.digest, CLOCK.unix_s)
-        self._read_at = 0
+        self._list = b""
+        """The owner's list as last read whole. A time of change would not tell two changes of one moment apart."""
         self._named: dict[str, int] = {}
         """The keys for which the owner has signed tickets, each with the end of its ticket."""
         self._signs: dict[str, int] = {}
@@ -124,11 +125,11 @@ class HostedAdmissions:
 
     def _read_list(self) -> bytes:
         """Note whom the owner's list names, where it has changed; return its revocations, empty where it has not."""
-        changed_at = members_changed_at(self._run_file)
-        if changed_at == self._read_at:
+        raw = read_members(self._run_file)
+        if raw == self._list:
             return b""
-        members = load_members(self._run_file)
-        self._read_at = changed_at
+        members = decode_members(self._run_file, raw)
+        self._list = raw
         issued = [entry for entry in members.issued if entry.kind == TICKET]
         issued.sort(key=attrgetter("until"))
         self._named = {entry.key: entry.until for entry in issued}

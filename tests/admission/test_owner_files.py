@@ -1,6 +1,7 @@
 """The owner of a run, offline: a key that nobody else reads, invites, and whoever is shut out."""
 
 import asyncio
+import os
 import re
 import shlex
 import subprocess
@@ -483,6 +484,17 @@ def test_a_bootstrap_peer_outlives_a_list_that_it_cannot_read_and_takes_the_next
     assert str(path) in said[0]
     assert hosted.state.revocations is not None
     assert threads == {threading.main_thread()}, "where the lists of others are taken"
+
+
+def test_two_changes_of_the_list_within_one_tick_of_the_file_system_are_both_taken(tmp_path: Path) -> None:
+    owner = Owner(tmp_path, "listed")
+    owner.members("revoke", PEER)
+    os.utime(members_file(owner.run), ns=(0, 0))
+    hosted = HostedAdmissions(owner.recipe, owner.run, tmp_path / "identity.key", None)
+    owner.members("revoke", public(1).hex())
+    os.utime(members_file(owner.run), ns=(0, 0))
+    assert hosted.state is not None
+    assert hosted.state.take_revocations(hosted._read_list())
 
 
 def test_a_list_that_is_no_file_lets_nobody_in(tmp_path: Path) -> None:
