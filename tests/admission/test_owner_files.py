@@ -279,13 +279,6 @@ def test_an_invitation_is_revoked_by_what_the_list_shows(tmp_path: Path) -> None
     assert str(invite.credential) not in members_file(owner.run).read_text()
 
 
-def test_a_ban_needs_no_ticket_of_ours_and_lasts_so_many_days(tmp_path: Path) -> None:
-    owner = Owner(tmp_path, "open")
-    owner.members("ban", PEER, "--days", "20000")
-    assert owner.state().shut_out(PEER)
-    assert not owner.state().shut_out(OTHER)
-
-
 @pytest.mark.parametrize("rule", ["open", "invited", "listed"])
 @pytest.mark.parametrize("action", ["revoke", "ban"])
 def test_what_was_shut_out_comes_back_by_the_same_ticket_and_nobody_else_does(
