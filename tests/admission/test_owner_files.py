@@ -393,12 +393,6 @@ def test_a_list_holds_so_many_and_forgets_who_has_no_ticket_left(tmp_path: Path)
     assert with_revoked(full, key, "a" * 64, {"f" * 64: 300}, 200.0).revoked == {"f" * 64: 300}
 
 
-def test_a_delegate_may_sign(tmp_path: Path) -> None:
-    owner = Owner(tmp_path, "open")
-    credential = owner.invited(PEER, "--may-sign").credential
-    assert Right.SIGN & credential.chain[-1].rights
-
-
 @pytest.mark.parametrize(
     ("rule", "arguments", "words"),
     [
