@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from toy_gossip import CUT, SWALLOW, Line, Toy, ToySettings, World, changed, gossiping, honest, live
 
-from gossip.exchange.codec import OwnWeights, Sides, encode
+from gossip.exchange.codec import OwnWeights, encode
 from gossip.exchange.messages import (
     NOTHING,
     Accept,
@@ -29,7 +29,6 @@ from gossip.exchange.messages import (
 from gossip.exchange.swap import common_steps
 from gossip.interface import Candidate, Origin, PartnerTooStale, RoundSkipped
 from gossip.rounds.matching import VAIN_AT_MOST
-from gossip.rounds.outer_optimiser import Step
 from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors
 from gossip.settings import Format, RoundTimeouts, absolute, wire_bytes
 from noloco_node.sim.clock import run
@@ -40,7 +39,6 @@ APART = Outer(alpha=0.4, beta=0.7, gamma=0.5)
 SETTINGS = ToySettings(seed=3, **REFERENCE._asdict(), inner_steps_per_round=20)
 SIZE = 600
 codecs = pytest.mark.parametrize("codec", list(Format))
-lossy = pytest.mark.parametrize("codec", [Format.BFLOAT16, Format.INT8, Format.INT4])
 both_forms = pytest.mark.parametrize("blocking", [False, True], ids=["overlapped", "blocking"])
 
 
@@ -124,40 +122,6 @@ def test_a_mean_is_weighed_by_the_inner_steps_that_each_brings(codec: Format) ->
     assert torch.equal(none, nothing)  # a claim below a quarter of the partner's counts as that
 
 
-@codecs
-async def test_the_fast_weights_keep_what_rounding_has_left_out(codec: Format) -> None:
-    toys = pair(replace(SETTINGS, codec=codec, blocking=True), World())
-    after: dict[str, Tensor] = {}
-    for toy in toys:
-        correct = toy.correct
-
-        async def corrected(correction: Tensors, toy: Toy = toy, correct: Any = correct) -> None:
-            await correct(correction)
-            after[toy.name] = toy.fast
-
-        toy.correct = corrected
-    await live(list(toys), 30)
-    for toy in toys:
-        assert len(toy.met) == 1
-        # theta <- phi, but for what the partner did not see of theta.
-        kept = float((after[toy.name] - toy.rounds.state.slow[0]).abs().max())
-        least, most = {"float32": (0.0, 1e-6), "bfloat16": (1e-4, 0.02), "int8": (1e-4, 0.03), "int4": (1e-4, 0.2)}[
-            codec
-        ]
-        assert least <= kept <= most
-
-
-@lossy
-@pytest.mark.parametrize("fate", [CUT, SWALLOW], ids=["cut", "swallowed"])
-def test_an_exchange_that_breaks_moves_nothing(codec: Format, fate: object) -> None:
-    world = World(tamper=lambda sender, receiver, message: fate if isinstance(message, Weights) else message)
-    toys = pair(replace(SETTINGS, codec=codec, patience=RoundTimeouts(exchange_s=4.0)), world)
-    run(live(list(toys), 30))
-    for toy in toys:
-        assert toy.lost
-        assert torch.equal(toy.rounds.state.slow[0], drawn(1))
-
-
 SPOILS: dict[str, tuple[Format, Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]]] = {
     "a scale that is none": (Format.INT8, lambda wire: (wire[0], torch.full_like(wire[1], float("nan")))),
     "scales a million times ours": (Format.INT8, lambda wire: (wire[0], wire[1] * 1e6)),
@@ -186,34 +150,6 @@ def test_weights_that_cannot_be_right_change_nothing(what: str, blocking: bool) 
     assert torch.equal(a.rounds.state.slow[0], drawn(1))
     assert torch.equal(a.fast, undisturbed(drawn(1), 45, 1.0))
     assert not a.rounds.state.momentum[0].any()
-
-
-@pytest.mark.parametrize("rounds", [0, 9], ids=["that has met nobody", "that returns"])
-def test_a_replica_takes_no_far_weights_and_blames_nobody(rounds: int) -> None:
-    far = changed("b", Weights, lambda message: replace(message, fast=(message.fast[0] * 9.0,)))
-    world, settings = World(tamper=far), replace(SETTINGS, skips_before_solo=100)
-    start = origin(drawn(1), rounds=rounds, last_met=rounds)
-    a, b = (Toy(world, name, settings, optimum=1.0, origin=start) for name in "ab")
-    run(live([a, b], 38))
-    assert a.met == []
-    assert a.lost
-    assert not any(loss.implausible for loss in a.lost)
-    assert torch.equal(a.rounds.state.slow[0], drawn(1))
-
-
-def test_a_liars_probe_moves_int4_by_a_bounded_amount_or_is_refused() -> None:
-    def after(factor: float) -> Toy:
-        lie = changed("b", Probe, lambda message: replace(message, fast=message.fast * factor))
-        a, b = pair(replace(SETTINGS, codec=Format.INT4), World(tamper=lie))
-        run(live([a, b], 25))
-        return a
-
-    assert after(1e6).met == []
-    assert all(loss.implausible for loss in after(1e6).lost)
-    # A step that is too coarse still decodes to what is within eight steps of one's own.
-    believed = after(2.0)
-    assert len(believed.met) == 1
-    assert float((believed.rounds.state.slow[0] - drawn(1)).abs().max()) < 3 * float(drawn(1).abs().max())
 
 
 # Delayed momentum.
@@ -409,47 +345,6 @@ def test_weights_that_the_rule_does_not_ask_for_change_nothing(what: str, blocki
     assert torch.equal(a.rounds.state.slow[0], drawn(1))
 
 
-def test_the_fresh_one_meets_another_in_the_same_round() -> None:
-    world, settings = World(), replace(SETTINGS, staleness_at_most=5)
-    toys = [
-        Toy(world, name, settings, origin=aged(drawn(1), staleness))
-        for name, staleness in (("a", 1), ("b", 1), ("stale", 9))
-    ]
-    run(live(toys, 39))
-    a, b, stale = toys
-    assert [step.partner for step in a.met] == ["b"]
-    assert [step.partner for step in b.met] == ["a"]
-    assert [step.adopted for step in stale.met] in ([True], [])
-
-
-@hypothesis_settings(max_examples=4)
-@given(st.integers(2, 20), st.integers(1, 6), st.booleans())
-def test_two_of_unequal_speed_never_take_each_others_weights(ratio: int, at_most: int, blocking: bool) -> None:
-    """The fast one opens many rounds to one of the slow, and steps alone in some: its work is not old for that."""
-    world, settings = World(), replace(SETTINGS, staleness_at_most=at_most, blocking=blocking)
-    toys = [Toy(world, name, settings, step_s=step_s, optimum=0.0) for name, step_s in (("slow", ratio), ("fast", 1.0))]
-    run(live(toys, {"slow": 65, "fast": 65 * ratio}))
-    slow, fast = toys
-    assert fast.met
-    for toy in (slow, fast):
-        assert not any(step.adopted for step in toy.met)
-        assert toy.rounds.statistics()["too_stale"] == 0
-
-
-async def test_a_copy_is_as_stale_as_its_donor_whatever_the_donor_has_done_meanwhile() -> None:
-    world, settings = World(), replace(SETTINGS, staleness_at_most=4)
-    donor = Toy(world, "donor", settings)
-    donor.stale_list = ()
-    await donor.train(20 * 3 + 1)
-    taken = Origin(copy_of(donor.rounds.state), donor.rounds.finished, last_met=donor.rounds.slow_age.last_met)
-    await donor.train(20 * 5)
-    donor.stale_list = None
-    newcomer = Toy(world, "newcomer", settings, origin=taken)
-    await live([donor, newcomer], 25)
-    for toy in [donor, newcomer]:
-        assert [step.adopted for step in toy.met] == [False]
-
-
 @both_forms
 @pytest.mark.parametrize("breaks", [False, True], ids=["too stale", "breaks off"])
 async def test_whoever_had_meetings_enough_in_this_round_has_no_other(breaks: bool, blocking: bool) -> None:
@@ -529,19 +424,6 @@ def test_slow_weights_travel_ahead_and_not_again(codec: Format) -> None:
     assert all(torch.equal(x, y) for x, y in zip(slow_of(with_it), slow_of(without), strict=True))
 
 
-def test_a_prediction_that_fails_costs_traffic_and_nothing_else() -> None:
-    toys = swarm(World(), replace(SETTINGS, **APART._asdict()), 3)
-    # Each expects the next, who expects another: nobody is expected by the one that it expects.
-    for number, toy in enumerate(toys):
-        toy.stale_list = tuple(Candidate(toys[(number + step) % 3].name, 0) for step in (1,))
-    run(live(toys, 150))
-    for toy in toys:
-        statistics = toy.rounds.statistics()
-        assert statistics["spared"] == statistics["sent_ahead"] == 0
-        assert toy.met
-        assert statistics["implausible"] == 0
-
-
 @pytest.mark.parametrize("fate", [CUT, SWALLOW], ids=["cut", "swallowed"])
 @pytest.mark.parametrize("number", range(9))
 def test_whatever_breaks_ahead_the_meeting_mends(number: int, fate: object) -> None:
@@ -599,19 +481,6 @@ def test_a_meeting_does_not_count_on_what_a_swap_under_way_replaces(
     assert held[:2] == [NOTHING, NOTHING]
 
 
-def test_somebody_who_says_that_it_holds_what_it_does_not_harms_itself_only() -> None:
-    def tamper(sender: str, receiver: str, message: Any) -> Any:
-        if isinstance(message, ProposePrefetch):
-            return SWALLOW
-        return replace(message, holds=0) if sender == "b" and isinstance(message, Probe) else message
-
-    toys = pair(replace(SETTINGS, **APART._asdict()), World(tamper=tamper), apart=0.1)
-    run(live(list(toys), 25))
-    # What was never given is sent whatever is said.
-    for toy in toys:
-        assert len(toy.met) == 1
-
-
 async def test_a_swap_is_declined_while_it_makes_no_sense() -> None:
     world, said = World(), []
     toys = [Toy(world, name, replace(SETTINGS, **outer._asdict())) for name, outer in (("a", APART), ("b", REFERENCE))]
@@ -621,33 +490,6 @@ async def test_a_swap_is_declined_while_it_makes_no_sense() -> None:
             await line.send(ProposePrefetch())
             said.append(await line.receive())
     assert all(isinstance(answer, Decline) for answer in said)
-
-
-async def test_a_swap_that_was_declined_is_proposed_again_when_the_partner_says() -> None:
-    world, proposed = World(), 0
-
-    async def decline(line: Line) -> None:
-        nonlocal proposed
-        proposed += isinstance(await line.receive(), ProposePrefetch)
-        await line.send(Decline(reason=DeclineReason.ENGAGED, retry_after_s=1.0, round=1))
-
-    world.answerers["b"] = decline
-    toy = Toy(world, "a", replace(SETTINGS, **APART._asdict()))
-    toy.stale_list = (Candidate("b", 0),)
-    async with gossiping(toy):
-        await asyncio.sleep(10.0)
-    assert 8 <= proposed <= 10
-
-
-async def test_a_proposal_is_answered_while_a_swap_lasts() -> None:
-    world = World(tamper=lambda s, r, m: SWALLOW if isinstance(m, Weights) else m)
-    toys = pair(replace(SETTINGS, **APART._asdict()), world, apart=0.1)
-    async with gossiping(*toys):
-        await asyncio.sleep(1.0)
-        assert toys[0].rounds.view.prefetch_partner == "b"
-        async with world.conversing("stranger")("a") as line:
-            await line.send(Propose(round=1))
-            assert isinstance(await line.receive(), Decline)
 
 
 async def swap_in_vain(line: Line, probe: Probe) -> None:
@@ -731,44 +573,6 @@ def test_slow_weights_other_than_those_sent_ahead_are_checked_and_bounded_like_a
         assert liars.met == []
         assert liars.lost
         assert torch.equal(liars.rounds.state.slow[0], drawn(1))
-
-
-async def test_a_second_swap_that_breaks_leaves_both_sides_with_the_same_slow_weights() -> None:
-    """b steps alone in between, so the two swap again, by other steps; of that swap what b sends is lost."""
-    from_b = 0
-
-    def tamper(sender: str, receiver: str, message: Any) -> Any:
-        nonlocal from_b
-        from_b += sender == "b" and isinstance(message, Weights) and not message.fast
-        lost = sender == "b" and isinstance(message, Weights) and not message.fast and from_b == 2
-        return SWALLOW if lost else message
-
-    used: dict[str, Sides] = {}
-
-    settings = replace(SETTINGS, **APART._asdict(), codec=Format.INT4, patience=RoundTimeouts(exchange_s=4.0))
-    toys = pair(settings, World(tamper=tamper), apart=0.1)
-    for toy in toys:
-        take = toy.rounds._optimiser.take
-
-        async def noted(step: Step, name: str = toy.name, take: Any = take) -> Tensors:
-            if step.slow is not None:
-                used[name] = step.slow
-            return await take(step)
-
-        toy.rounds._optimiser.take = noted
-
-    async def step_alone() -> None:
-        await asyncio.sleep(3.2)
-        async with toys[1].rounds._round_state.pause:
-            await toys[1].rounds._step_alone()
-
-    stepping = asyncio.create_task(step_alone())
-    await live(list(toys), 25)
-    await stepping
-    assert from_b >= 2
-    for mine, theirs in ((used["a"].mine, used["b"].theirs), (used["b"].mine, used["a"].theirs)):
-        assert mine.steps == theirs.steps
-        assert torch.equal(mine.wire[0], theirs.wire[0])
 
 
 # What goes wrong at home.
