@@ -223,7 +223,7 @@ class AdmissionWindow:
         self._queue: OrderedDict[str, deque[Place]] = OrderedDict()
         self._heard: tuple[set[str], set[str]] = (set(), set())
         self._stepping = False
-        self._closed: Reason | None = None
+        self._closed = False
         self._shut_until_s: float | None = None
         self._shutter = asyncio.Lock()
         self._watchers: dict[asyncio.Future[None], None] = {}
@@ -316,10 +316,10 @@ class AdmissionWindow:
                     self._shut_until_s = None
                     self._changed()
 
-    def close(self, reason: Reason = Reason.LEAVING) -> None:
+    def close(self) -> None:
         """Refuse everything from now on, the queue too; what is in flight goes on."""
-        self._closed = reason
-        self._refuse_queued(Refused(reason=reason))
+        self._closed = True
+        self._refuse_queued(Refused(reason=Reason.LEAVING))
         self._changed()
 
     def statistics(self) -> dict[str, int | float]:
@@ -340,7 +340,7 @@ class AdmissionWindow:
         return len(self._outcomes) == self.window
 
     def _over(self) -> bool:
-        return self._closed is not None and self.in_flight == 0
+        return self._closed and self.in_flight == 0
 
     def _due(self) -> bool:
         """Say whether `full` may return. Microbatches in flight may need a step to end while the window is shut."""
@@ -349,13 +349,13 @@ class AdmissionWindow:
         return self._complete() or self._over()
 
     def _room(self) -> int:
-        if self._stepping or self._closed is not None or self._shut_until_s is not None:
+        if self._stepping or self._closed or self._shut_until_s is not None:
             return 0
         return min(self._most, self.windows * self.window - len(self._outcomes)) - self.in_flight
 
     def _refusal(self, sender: str) -> Refused | None:
-        if self._closed is not None:
-            return Refused(reason=self._closed)
+        if self._closed:
+            return Refused(reason=Reason.LEAVING)
         if self._shut_until_s is not None:
             left_s = self._shut_until_s - asyncio.get_running_loop().time()
             return Refused(reason=Reason.GOSSIPING, retry_after_s=max(0.0, left_s))
