@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 if TYPE_CHECKING:
@@ -79,12 +80,17 @@ class Microbatch:
     @property
     def learnt(self) -> int:
         """How many tokens its loss is a mean over."""
-        return int((self.targets[:, -self.hidden.shape[1] :] >= 0).count_nonzero())
+        return _learnt(self.targets, self.hidden.shape[1])
 
     @property
     def learnt_share(self) -> float:
         """The share of its tokens that count in the loss."""
         return self.learnt / self.hidden.shape[:2].numel()
+
+
+@lru_cache(maxsize=4)  # a sender asks twice of each reply; tensors hash and compare by identity here
+def _learnt(targets: Tensor, length: int) -> int:
+    return int((targets[:, -length:] >= 0).count_nonzero())
 
 
 UNLEARNT = -1  # stands for a target without a loss
