@@ -387,7 +387,7 @@ class SizeBound:
         if size > most * REFUSE / SCALE:
             self._counts["refused"] += 1
             raise UnusualSizeError(f"values of the size {size:.3g}, where {usual:.3g} is usual")
-        return self._scaled(wire, bounded / norms.clamp(min=torch.finfo(norms.dtype).tiny) * min(1.0, most / size))
+        return self._scaled(wire, bounded / norms.clamp(min=torch.finfo(norms.dtype).tiny) * (most / max(most, size)))
 
     def _scaled(self, wire: Tensor, factors: float | Tensor) -> Tensor:
         self._counts["scaled"] += 1

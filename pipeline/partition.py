@@ -323,7 +323,8 @@ def verify_family(config: Config) -> None:
     """Check, at tiny sizes, that the stages one after the other compute what the whole model does, and causally.
 
     Raises NotSliceableError naming the family where they do not: it touches activations outside its layers (rescales
-    `inputs_embeds`, say), or hands them on in a form that slices cannot.
+    `inputs_embeds`, say), or hands them on in a form that slices cannot. What a model raises that cannot be built as a
+    whole either, such as KeyError of an activation that nobody knows, is raised as it is.
     """
     family = config.model_type
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -350,6 +351,8 @@ def verify_family(config: Config) -> None:
     except NotSliceableError as error:
         raise NotSliceableError(f"a {family} model cannot be cut into stages: {error}") from error
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        with _whole(prepare(tiny_config(config))):  # which raises where it is not the cut that fails
+            pass
         why = "its parts do not run apart from each other, one after the other"
         raise NotSliceableError(f"a {family} model cannot be cut into stages: {why}") from error
     if sorted(weights) != sorted(whole.state_dict()):

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from noloco_node.errors import UserError, config_error
+from noloco_node.errors import UserError, config_error, one_line
 from noloco_node.export.sources import NOTES, is_adapter, run_of
 from noloco_node.run.config import TOKENIZER_FILES, TRAVELLING, DataConfig, RunConfig, SourceConfig
 from noloco_node.run.fields import toml
@@ -145,13 +145,20 @@ def weight_files(directory: Path) -> list[Path]:
             names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
             if (odd := next((each for each in names if Path(each).name != each), None)) is not None:
                 raise ValueError(f"{odd} is no file beside it")  # files travel without directories
-            return [directory / name for name in names]
-    except (OSError, RecursionError, ValueError, KeyError, TypeError, AttributeError) as error:
+            found = [directory / name for name in names]
+        else:
+            whole = directory / "model.safetensors"
+            found = [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _no_model(directory, f"{index.name} has no table weight_map of tensors and their files") from error
+    except (OSError, RecursionError, ValueError) as error:
         raise _no_model(directory, f"{index.name} cannot be read: {error}") from error
-    whole = directory / "model.safetensors"
-    found = [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
     if not found:
         raise _no_model(directory, "it has no safetensors file")
+    if (lost := next((each for each in found if not each.is_file()), None)) is not None:
+        raise _no_model(directory, f"{lost.name} is not there, or is no file")
+    if (empty := next((each for each in found if not each.stat().st_size), None)) is not None:
+        raise _no_model(directory, f"{empty.name} is empty")
     return found
 
 
@@ -196,7 +203,10 @@ def _check(text: str, files: list[Path]) -> None:
     from noloco_node.run.runfile import decode_run
 
     layout = model_layout(decode_run(text, "the new run file"))
-    check_files(layout.prepared, layout.checkpoint, files)
+    if left_out := check_files(layout.prepared, layout.checkpoint, files):
+        more = f" and {len(left_out) - 2} more" if len(left_out) > 2 else ""
+        names = f"{', '.join(left_out[:2])}{more}"
+        say(f"warning: the model that config.json describes has no place for {names}: left out")
     for note in layout.notes:
         say(note)
 
@@ -215,7 +225,8 @@ def _config_of(directory: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # what a wrong file makes transformers raise has no common type
-        why = str(error).partition("\n")[0] or type(error).__name__
+        first, _, more = str(error).partition("\n")
+        why = one_line(f"{first} {more.partition(chr(10))[0]}" if first.endswith(":") else first or error)
         raise _no_model(directory, f"its config.json is none that transformers knows: {why}") from error
     if not isinstance(getattr(config, "num_hidden_layers", None), int):
         raise _no_model(directory, f"a {config.model_type} model has no list of layers")

@@ -10,6 +10,7 @@ part of the weights that a run starts from.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -53,6 +54,10 @@ class CheckpointMap:
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         self._origins: dict[str, _Origin] = {}
+        self.left_out: list[str] = []
+        """Tensors that are part of nothing in the model, but for those that its family leaves out by itself."""
+        self.twins: tuple[str, ...] = ()
+        """The embedding and the head of a checkpoint that holds both, of a model whose head is its embedding."""
         # Tensors of a list, such as experts, are taken in the order of their numbers.
         for name in sorted(names, key=dot_natural_key):
             self._add(name)
@@ -60,6 +65,8 @@ class CheckpointMap:
             anatomy = find_decoder_parts(self._whole, prepared.config.num_hidden_layers)
             embedding = self._origins.get(f"{anatomy.embedding}.weight")
             if embedding is not None:
+                head = self._origins.get(f"{anatomy.head}.weight", embedding)
+                self.twins = () if head is embedding else (embedding.tensors[-1][0], head.tensors[-1][0])
                 self._origins[f"{anatomy.head}.weight"] = embedding
 
     def sources(self, parameters: Iterable[str]) -> list[str]:
@@ -108,8 +115,11 @@ class CheckpointMap:
         first, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._state)
         if first not in self._state and name in self._state:
             first, pattern = name, None
-        if first not in self._state:
-            return  # of something that this model has not, such as another head
+        if first not in self._state:  # of something that this model has not, such as another head
+            ignored = self._whole._keys_to_ignore_on_load_unexpected or ()
+            if not any(re.search(each, name) for each in ignored):
+                self.left_out.append(name)
+            return
         origin = self._origins.get(first)
         if origin is None:
             # As transformers chooses: of several the last.
@@ -163,16 +173,27 @@ def scales_of(name: str) -> str:
     return f"{name.rpartition('.')[0]}.scales"
 
 
-def check_files(prepared: Prepared, stages: Iterable[Shapes], paths: Sequence[Path]) -> None:
-    """Raise `UserError` (CONFIG) unless safetensors files hold the parameters of all stages, in finite numbers."""
+def check_files(prepared: Prepared, stages: Iterable[Shapes], paths: Sequence[Path]) -> list[str]:
+    """Return the tensors of safetensors files that the model has no place for.
+
+    Raises `UserError` (CONFIG) unless they hold the parameters of all stages, in finite numbers, and one head.
+    """
     with opened(paths) as files:
         slices = {name: file.get_slice(name) for name, file in files.items()}
         found = {name: (each.get_dtype(), each.get_shape()) for name, each in slices.items()}
+        outline = CheckpointMap(prepared, found)
+        if outline.twins and not torch.equal(*(files[name].get_tensor(name) for name in outline.twins)):
+            # Transformers takes it for an untied model, whatever its config says.
+            raise ValueError(
+                f"{' and '.join(outline.twins)} differ, and by config.json (tie_word_embeddings) they are one tensor;"
+                " where each has its own, false is right there"
+            )
         for name in check_tensors(prepared, stages, found):
             tensor = files[name].get_tensor(name)
             # Torch cannot ask it of each kind of 8 bits.
             if not (tensor.float() if tensor.itemsize == 1 else tensor).isfinite().all():
                 raise ValueError(f"{name} holds what is no finite number")
+        return outline.left_out
 
 
 def check_tensors(
@@ -202,7 +223,10 @@ def opened(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
         with ExitStack() as stack:
             where: dict[str, Any] = {}
             for path in paths:
-                file = stack.enter_context(safe_open(path, framework="pt"))
+                try:
+                    file = stack.enter_context(safe_open(path, framework="pt"))
+                except (OSError, SafetensorError) as error:
+                    raise ValueError(f"{path.name} is no whole safetensors file: {error}") from error
                 where |= dict.fromkeys(file.keys(), file)
             if not where:
                 raise ValueError("there is no tensor in any safetensors file there")

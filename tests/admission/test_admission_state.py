@@ -93,16 +93,6 @@ def test_a_revocation_ends_with_its_time() -> None:
     assert state.show(PEERS[0], member(1)) == ""
 
 
-def test_whoever_is_let_in_again_is_in() -> None:
-    """By a new ticket after an old one was revoked with the delegate who had signed it, say; by a later list."""
-    state = state_at()
-    state.show(PEERS[0], member(1))
-    state.take_revocations(list_of(1, 1))
-    assert state.refusal(PEERS[0])
-    state.take_revocations(list_of(2))
-    assert state.rights(PEERS[0]) == MEMBER
-
-
 def test_a_flood_of_bad_tickets_pushes_nobody_out() -> None:
     state = state_at()
     state.show(PEERS[0], member(1))

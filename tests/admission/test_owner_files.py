@@ -279,13 +279,6 @@ def test_an_invitation_is_revoked_by_what_the_list_shows(tmp_path: Path) -> None
     assert str(invite.credential) not in members_file(owner.run).read_text()
 
 
-def test_a_ban_needs_no_ticket_of_ours_and_lasts_so_many_days(tmp_path: Path) -> None:
-    owner = Owner(tmp_path, "open")
-    owner.members("ban", PEER, "--days", "20000")
-    assert owner.state().shut_out(PEER)
-    assert not owner.state().shut_out(OTHER)
-
-
 @pytest.mark.parametrize("rule", ["open", "invited", "listed"])
 @pytest.mark.parametrize("action", ["revoke", "ban"])
 def test_what_was_shut_out_comes_back_by_the_same_ticket_and_nobody_else_does(
@@ -398,12 +391,6 @@ def test_a_list_holds_so_many_and_forgets_who_has_no_ticket_left(tmp_path: Path)
     with user_error(Exit.USAGE, f"{MOST_REVOKED + 1} tickets"):
         with_revoked(full, key, "a" * 64, {"f" * 64: 300}, 199.0)
     assert with_revoked(full, key, "a" * 64, {"f" * 64: 300}, 200.0).revoked == {"f" * 64: 300}
-
-
-def test_a_delegate_may_sign(tmp_path: Path) -> None:
-    owner = Owner(tmp_path, "open")
-    credential = owner.invited(PEER, "--may-sign").credential
-    assert Right.SIGN & credential.chain[-1].rights
 
 
 @pytest.mark.parametrize(

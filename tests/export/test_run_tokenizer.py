@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import LLAMA, write_model, write_tokenizer
+from safetensors.torch import load_file, save_file
 from toy_gossip import at_once
 from user_errors import user_error
 
@@ -28,6 +30,7 @@ from pipeline.model_config import longest_sequence
 
 OWNER = "12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
 NOBODY = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+INDEX = "model.safetensors.index.json"
 SENTENCE = "the swarm trains on words of its own, <|end|> and on others"
 
 
@@ -143,6 +146,35 @@ def test_a_config_that_no_run_file_can_hold_is_refused_by_init(tmp_path: Path, r
     (tmp_path / "config.json").write_text(json.dumps(config).replace('"rope"', rope))
     with pytest.raises(UserError, match="no model to go on from"):
         continuing_text(tmp_path, "tiny")
+
+
+@pytest.mark.parametrize(
+    ("index", "why"),
+    [
+        ({"weight_map": {"a": "none.safetensors"}}, "none.safetensors is not there"),
+        ({"weight_map": {"a": "empty.safetensors"}}, "empty.safetensors is empty"),
+        ({"weight_map": {"a": "directory.safetensors"}}, "or is no file"),
+        ({"weight_map": {"a": "../model.safetensors"}}, "is no file beside it"),
+        *(({"weight_map": odd}, "no table weight_map") for odd in (3, [], [[]], None, {"a": 3}, {"a": []})),
+        *((odd, "no table weight_map") for odd in (3, [], None, {})),
+    ],
+)
+def test_shards_that_are_not_all_there_are_named(tmp_path: Path, index: Any, why: str) -> None:
+    write_model(tmp_path)
+    (tmp_path / "empty.safetensors").touch()
+    (tmp_path / "directory.safetensors").mkdir()
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(UserError, match="no model to go on from") as caught:
+        continuing_text(tmp_path, "tiny")
+    assert why in caught.value.why
+
+
+def test_what_a_run_leaves_out_of_a_checkpoint_is_said(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = checkpoint / json.loads((checkpoint / INDEX).read_bytes())["weight_map"]["lm_head.weight"]
+    save_file(load_file(path) | {f"model.layers.9.{name}": torch.ones(1) for name in "abcd"}, path)
+    continuing_text(checkpoint, "tiny")
+    said = capsys.readouterr().err
+    assert "no place for model.layers.9.a, model.layers.9.b and 2 more: left out" in said
 
 
 @pytest.mark.parametrize("positions", ["x", [None], math.inf, math.nan, -1, None, 0])

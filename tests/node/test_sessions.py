@@ -249,19 +249,15 @@ async def test_it_gives_way_when_the_hours_end_and_the_next_session_begins_as_us
     assert len(outside.joined) == 2
 
 
-@pytest.mark.parametrize("code", [code for code in Exit if code not in PASSING])
-async def test_other_trouble_ends_it(code: Exit, tmp_path: Path) -> None:
-    outside = Outside(tmp_path, 0.0, trouble(Exit.UNREACHABLE), trouble(code))
-    with user_error(code):
+@pytest.mark.parametrize(
+    "error", [*(trouble(code) for code in Exit if code not in PASSING), TimeoutError("of its own")]
+)
+async def test_other_trouble_and_an_error_that_we_do_not_know_end_it(error: Exception, tmp_path: Path) -> None:
+    outside = Outside(tmp_path, 0.0, trouble(Exit.UNREACHABLE), error)
+    with pytest.raises(type(error)) as caught:
         await outside.live()
+    assert caught.value is error
     assert outside.attempts == pytest.approx([0.0, SECOND_S, SECOND_S + pause_s(1)])
-
-
-async def test_an_error_that_we_do_not_know_ends_it(tmp_path: Path) -> None:
-    outside = Outside(tmp_path, 0.0, TimeoutError("of its own"))
-    with pytest.raises(TimeoutError, match="of its own"):
-        await outside.live()
-    assert len(outside.attempts) == 2
 
 
 async def test_a_later_session_that_breaks_in_the_middle_is_taken_up_again(tmp_path: Path) -> None:

@@ -257,11 +257,17 @@ def test_a_usual_message_is_never_altered(code: ActivationCode, seed: int, sizes
 
 @pytest.mark.parametrize("code", CODES)
 @quick
-@given(seed=st.integers(0, 2**31), size=st.floats(1e-6, 1e9), times=st.integers(1, 30))
-def test_a_message_counts_for_a_bounded_amount(code: ActivationCode, seed: int, size: float, times: int) -> None:
-    """However often one peer of four sends it, what is decoded is not larger than SCALE times what others send."""
-    bound, usual = taught(code), float(sized(0).norm())
-    wire = encode(code, sized(seed, size))
+@given(st.integers(0, 2**31), st.floats(-6.0, 9.0), st.sampled_from((1, 2, 8, 16)), st.integers(1, 30))
+def test_a_message_counts_for_a_bounded_amount(
+    code: ActivationCode, seed: int, power: float, tokens: int, times: int
+) -> None:
+    """However often one peer of four sends it, what is decoded is not larger than SCALE times what others send.
+
+    All but so many of its `tokens` are zero.
+    """
+    bound, usual, values = taught(code), float(sized(0).norm()), sized(seed, 10.0**power)
+    values.view(16, 64)[tokens:] = 0.0
+    wire = encode(code, values)
     for _ in range(times):
         try:
             counts = bound.bounded("liar", wire)

@@ -326,6 +326,9 @@ def test_families_that_cannot_be_cut_are_refused_by_name() -> None:
         with pytest.raises(NotSliceableError, match=f"a {family} model {why}") as caught:
             verify_family(family_config(family, {}))
         assert len(str(caught.value)) < 150
+    for size, wrong in (("hidden_act", "frob"), ("rope_parameters", {"rope_type": "frob", "rope_theta": 1e4})):
+        with pytest.raises(KeyError, match="frob"):
+            verify_family(family_config("llama", {size: wrong}))
     with pytest.raises(NotSliceableError, match="a mamba model has no attention heads"):
         prepare(family_config("mamba", {}))
     with pytest.raises(ValueError, match="num_experts_per_tok = 8 is more than num_experts = 4"):

@@ -412,8 +412,9 @@ def test_a_stage_does_its_own_part_only() -> None:
     hidden = first.forward(batch[:, :-1]).output
     with pytest.raises(ValueError, match="last stage"):
         last.forward(hidden)
-    with pytest.raises(ValueError, match="last stage"):
-        first.loss(batch[:, :-1], batch[:, 1:])
+    for only_last in (first.loss, first.token_losses):
+        with pytest.raises(ValueError, match="last stage"):
+            only_last(batch[:, :-1], batch[:, 1:])
 
 
 def test_inference_has_no_dropout_and_no_graph() -> None:
@@ -451,56 +452,34 @@ def hop(stages: list[Stage], batch: Tensor) -> Hop:
     return Hop(came, waiting.output, gradient, reply)
 
 
-@pytest.mark.parametrize("logits", [1, 2**24], ids=["in parts", "at once"])
+@pytest.mark.parametrize(("number", "logits"), [(1, 1), (1, 2**24), (2, 2**24), (3, 2**24)])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_whole_model_has_the_loss_of_each_token_and_trains_on_as_if_it_had_not_been_asked(
-    family: str, logits: int, monkeypatch: pytest.MonkeyPatch
+def test_stages_have_the_loss_of_each_token_and_train_on_as_if_they_had_not_been_asked(
+    family: str, number: int, logits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = prepared(family, dropout=0.5)
-    asked, other = (make_stage(recipe, cuts(recipe, 1)[0]) for _ in range(2))
-    tokens = batches(7, 1)[0]
-    marked = tokens.clone()
-    marked[:, 3:5] = ~marked[:, 3:5]  # only given, and not learnt
-    monkeypatch.setattr(forward_pass, "LOGITS", logits)
-    for trained in (asked, other):
-        torch.manual_seed(3)
-        trained.loss(tokens[:, :-1], tokens[:, 1:])
-        if trained is asked:
-            asked.token_losses(tokens[:, :-1], marked[:, 1:])
-        trained.step(1e-2, 1)
-    assert all(map(torch.equal, asked.weights(), other.weights()))
-    logits_of_all = other.infer(tokens[:, :-1])
-    losses = other.token_losses(tokens[:, :-1], marked[:, 1:])
-    expected = functional.cross_entropy(logits_of_all.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
-    expected = expected.view(losses.shape) * (marked[:, 1:] >= 0)
-    torch.testing.assert_close(losses, expected)
-    with pytest.raises(ValueError, match="only the last stage"):
-        make_stages(family, 2)[0].token_losses(tokens[:, :-1], tokens[:, 1:])
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("number", [2, 3])
-def test_stages_have_the_losses_of_the_whole_model_and_train_on_as_if_they_had_not_been_asked(
-    family: str, number: int
-) -> None:
+    """Logits in parts or at once."""
     recipe = prepared(family, dropout=0.5)
     asked, other = ([make_stage(recipe, piece) for piece in cuts(recipe, number)] for _ in range(2))
-    tokens, targets = batches(7, 1)[0][:, :-1], batches(7, 1)[0][:, 1:].clone()
-    targets[:, 3:5] = ~targets[:, 3:5]  # only given, and not learnt
-    whole = make_stage(recipe, cuts(recipe, 1)[0]).token_losses(tokens, targets)
+    tokens, targets = batches(7, 1)[0][:, :-1], batches(7, 1)[0][:, 1:]
+    marked = targets.clone()
+    marked[:, 3:5] = ~marked[:, 3:5]  # only given, and not learnt
+    (whole,) = (make_stage(recipe, piece) for piece in cuts(recipe, 1))
+    expected = functional.cross_entropy(whole.infer(tokens).flatten(0, 1), targets.flatten(), reduction="none")
+    expected = expected.view(targets.shape) * (marked >= 0)
+    monkeypatch.setattr(forward_pass, "LOGITS", logits)
     for trained in (asked, other):
         torch.manual_seed(3)
         passes, hidden = [], tokens
         for stage in trained[:-1]:
-            passes.append(stage.forward(hidden, targets))
+            passes.append(stage.forward(hidden, marked))
             hidden = passes[-1].output
         if trained is asked:
             reached = tokens
             for stage in asked[:-1]:
-                reached = stage.activations(reached, targets)
+                reached = stage.activations(reached, marked)
                 assert not reached.requires_grad
-            torch.testing.assert_close(asked[-1].token_losses(reached, targets), whole, rtol=1e-5, atol=1e-5)
-        gradient = trained[-1].loss(hidden, targets).hidden
+            torch.testing.assert_close(asked[-1].token_losses(reached, marked), expected, rtol=1e-5, atol=1e-5)
+        gradient = trained[-1].loss(hidden, marked).hidden
         for waiting in reversed(passes):
             assert gradient is not None
             gradient = waiting.backward(gradient)

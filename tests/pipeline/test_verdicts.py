@@ -249,15 +249,6 @@ def test_a_budget_is_kept_and_some_of_it_is_for_suspects() -> None:
     assert budget.allows(suspected=True, is_new=False, drawn=1.0)
 
 
-def test_newcomers_leave_half_of_the_checks_to_draws_once_the_first_calls_are_spent() -> None:
-    budget, rng, checked = CheckBudget(0.04), Random(5), Counter[bool]()
-    for _ in range(20_000):
-        budget.earn()
-        is_new = rng.random() < 1 / 8
-        checked[is_new] += _checked(budget, 1, rng.random(), is_new=is_new)
-    assert checked[False] > checked[True] > 0
-
-
 @given(st.sampled_from([0.01, 0.04, 0.2]), st.sampled_from([0.1, 0.25, 0.45]), st.sampled_from([1, 2, 4]), st.data())
 @settings(max_examples=30, deadline=None)
 def test_replicas_that_never_agree_leave_to_draws_nearly_half_of_what_is_earned(

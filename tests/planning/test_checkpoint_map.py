@@ -12,7 +12,7 @@ import pytest
 import torch
 from checkpoints import LLAMA, write_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from user_errors import user_error
 
@@ -36,8 +36,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def layout(family: str, stages: int = 2) -> tuple[Prepared, list[dict[str, tuple[int, ...]]]]:
-    prepared = prepare(family_config(family, FAMILIES[family]))
+def layout(family: str, stages: int = 2, **sizes: Any) -> tuple[Prepared, list[dict[str, tuple[int, ...]]]]:
+    prepared = prepare(family_config(family, {**FAMILIES[family], **sizes}))
     return prepared, [slice_size(prepared.config, each).shapes for each in cut(prepared.config, stages, None, 32)]
 
 
@@ -97,9 +97,38 @@ def test_what_is_missing_or_no_file_is_named(tmp_path: Path) -> None:
         check_files(prepared, stages, sorted(tmp_path.glob("*.safetensors")))
     assert "model.layers.0.mlp.gate_proj.weight is missing" in caught.value.why
     (tmp_path / "torn.safetensors").write_bytes(b"no header")
-    for paths in ([tmp_path / "torn.safetensors"], [tmp_path / "none.safetensors"], []):
-        with pytest.raises(UserError, match="cannot be loaded"):
-            check_files(prepared, stages, paths)
+    for name in ("torn.safetensors", "none.safetensors", ""):
+        with pytest.raises(UserError, match="cannot be loaded") as caught:
+            check_files(prepared, stages, [tmp_path / name] if name else [])
+        assert name in caught.value.why
+
+
+def test_tensors_that_the_model_has_no_place_for_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(tmp_path)
+    prepared, stages = layout("llama")
+    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"layers\.61\."])
+    save_file({"model.layers.7.extra": torch.ones(1), "model.layers.61.norm": torch.ones(1)}, tmp_path / "more")
+    assert check_files(prepared, stages, [*tmp_path.glob("*.safetensors"), tmp_path / "more"]) == [
+        "model.layers.7.extra"
+    ]
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_head_of_its_own_in_a_model_that_ties_it_is_refused(is_tied: bool, tmp_path: Path) -> None:
+    """Transformers would compute with both; the head would be lost here without a word."""
+    write_model(tmp_path, sizes=FAMILIES["llama"] | {"tie_word_embeddings": is_tied})
+    prepared, stages = layout("llama", tie_word_embeddings=is_tied)
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    tensors = {name: each for path in tmp_path.glob("*.safetensors") for name, each in load_file(path).items()}
+    path = tmp_path / "all"
+    for change in (0.0, 1.0):
+        save_file(tensors | {head: tensors[embedding] + change}, path)
+        if not (is_tied and change):
+            check_files(prepared, stages, [path])
+            continue
+        with pytest.raises(UserError, match="cannot be loaded") as caught:
+            check_files(prepared, stages, [path])
+        assert f"{embedding} and {head} differ" in caught.value.why
 
 
 def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:

@@ -7,10 +7,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gossip.rounds.matching import dynamic_steps
-from research.laboratory.experiments.cell import Cell
 from research.laboratory.experiments.choices import lacks
 from research.laboratory.experiments.grid import at
-from research.laboratory.experiments.hardware_model import all_reduce
 from research.laboratory.experiments.rivals import heads, rivals, trials
 from research.laboratory.experiments.sizes import OURS
 from research.laboratory.methods.coded_mean import BLOCK, CodedMean, rounded
@@ -62,16 +60,6 @@ def test_a_weight_counts_a_model_as_often() -> None:
     torch.testing.assert_close(weighed[0][0], repeated[0][0])
 
 
-def test_bytes_are_those_of_a_ring_with_coded_parts() -> None:
-    mean = CodedMean(models(0, 1)[0], replace(CENTRAL, codec="int4"))
-    assert mean.sent_bytes == (105 + 2 * 2) + (3 + 2)
-    exact_s, exact = all_reduce(8, 4000)
-    coded_s, coded = all_reduce(8, 4000, 500)
-    assert (exact, coded) == (7000.0, 875.0)
-    assert coded_s < exact_s
-    assert all_reduce(8, 4000, 4000) == all_reduce(8, 4000)
-
-
 class TestRivals:
     def test_rivals_have_all_choices_of_gossip(self) -> None:
         cells = {name: cell for name, (cell, _) in heads().items()}
@@ -106,8 +94,3 @@ def test_each_trains_on_both_texts(name: str) -> None:
     taken = [steps / result.steps_taken[0] for steps in result.steps_taken]
     assert taken == pytest.approx(shares, abs=0.25)
     assert sorted(taken, reverse=True) == taken
-
-
-def test_a_cell_of_the_full_scale_keeps_its_name() -> None:
-    cell = Cell(method="parallel", replicas=8, steps=400, learning_rate=1e-2)
-    assert replace(cell, scale="full", text="library").key == cell.key

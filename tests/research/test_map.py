@@ -14,7 +14,7 @@ from research.laboratory.experiments.cell import Cell, Point, Result
 from research.laboratory.experiments.grid import at
 from research.laboratory.experiments.volunteer_grid import TUNED, map_cell, map_grid, places
 from research.laboratory.output.map_tables import SEEDS, Difference, difference, planner_map, verdict_of
-from research.laboratory.running.results import Measured, seconds_to, spent_to
+from research.laboratory.running.results import Measured
 from research.laboratory.running.store import Store
 
 LEVELS = {"gossip": 2.5, "quorum_mean": 2.6, "late_mean": 2.45}
@@ -87,14 +87,6 @@ def test_a_planner_hears_of_the_replicas_and_lines_that_are_nearest(sends: float
     assert f"{number} whole replicas" in said
     assert ("these lines are unlike all" in said) is (min(ratios.values()) > FAR)
     assert (f"{replicas} replicas are unlike all" in said) is (ratio(replicas, number) > FAR)
-
-
-def test_what_is_spent_to_a_loss_lies_between_two_points() -> None:
-    result = pairs("gossip", 1)[0][0]
-    before, after = result.curve[3:5]
-    middle = (before.merged + after.merged) / 2
-    assert seconds_to(result, middle) == pytest.approx(4.5 * 1200.0)
-    assert spent_to(result, middle, lambda point: point.sent_bytes) == pytest.approx(4.5e9)
 
 
 def fill(store: Store, seeds: int, count: int) -> None:

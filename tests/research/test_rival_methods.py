@@ -1,6 +1,5 @@
 """What defines each rival of others: where it is told to leave its own idea out, it is a method that is known."""
 
-import math
 from collections.abc import Iterator
 from functools import cache
 from random import Random
@@ -16,16 +15,15 @@ from research.laboratory.experiments import task
 from research.laboratory.experiments.cell import Cell, Result, Rule
 from research.laboratory.experiments.choices import lacks
 from research.laboratory.experiments.grid import at
-from research.laboratory.experiments.hardware_model import all_gather
 from research.laboratory.experiments.rivals import CHOSEN, heads, settings_of, trials
 from research.laboratory.experiments.sizes import DILOCO
 from research.laboratory.methods.coded_mean import CodedMean
 from research.laboratory.methods.fragments import fragments, parts
-from research.laboratory.methods.near_code import message_bytes, toward
+from research.laboratory.methods.near_code import toward
 from research.laboratory.methods.random_peers import accelerated, proposed, pushed
 from research.laboratory.methods.replicas import Model
 from research.laboratory.methods.server_rules import Server, ServerState, nesterov
-from research.laboratory.methods.sparse_mean import CHUNK, DECAY, SparseMean, chunk_bytes, kept, largest
+from research.laboratory.methods.sparse_mean import CHUNK, DECAY, SparseMean, kept, largest
 from research.laboratory.methods.synchronous import groups
 from research.laboratory.running import trial
 from research.theory.pair_step import pseudo_gradient
@@ -180,12 +178,6 @@ class TestSparse:
             if not chosen.all():
                 assert float(given_[chosen].abs().min()) >= float(given_[~chosen].abs().max())
 
-    def test_bytes_are_those_of_values_and_places(self) -> None:
-        assert chunk_bytes(4096, 4096, 32) == 4 * 4096
-        assert chunk_bytes(4096, 64, 2) == pytest.approx(2 + 64 * 2 / 8 + math.log2(math.comb(4096, 64)) / 8)
-        assert 7.0 < 8 * (chunk_bytes(4096, 64, 2) - 18) / 64 < 7.5
-        assert all_gather(8, 4000, 100)[1] == 700
-
 
 class TestNearCode:
     @few
@@ -195,11 +187,6 @@ class TestNearCode:
         met = [toward(one, [other], [0.5], codec), toward(other, [one], [0.5], codec)]
         for before, after in zip(zip(one, other, strict=True), zip(*met, strict=True), strict=True):
             torch.testing.assert_close(sum(after), sum(before), rtol=1e-4, atol=1e-4)
-
-    def test_bytes_are_those_of_codes_and_steps(self) -> None:
-        weights = tensors(0)
-        assert message_bytes(weights, "float32") == 4 * 215
-        assert message_bytes(weights, "int4") == (105 + 2) + (3 + 2)
 
 
 class TestChoices:

@@ -27,11 +27,10 @@ from gossip.exchange.swap import InfluenceBound
 from gossip.interface import Conversation
 from gossip.rounds.matching import AnswerState
 from gossip.rounds.meeting import MeetingProtocol
-from gossip.rounds.outer_optimiser import OuterOptimiser, Step
+from gossip.rounds.outer_optimiser import Step
 from gossip.rounds.rounds import Rounds
-from gossip.rule.outer_step import OuterState, Tensors
+from gossip.rule.outer_step import OuterState
 from gossip.settings import Format
-from noloco_node.node.assignment import Assignment, Ending
 from noloco_node.node.node import Node
 from noloco_node.node.replica import Replica
 from noloco_node.sim.hardware.priced_stage import PricedStage
@@ -40,7 +39,6 @@ from noloco_node.sim.scenario.scenario import Scenario, decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.swarm.stage_records import PeerTable
 from pipeline.admission_window import Slot
-from research.codec.whole_sets import decode
 from tests.explorer import distance_invariants
 from tests.explorer.attack_kinds import KINDS
 from tests.explorer.observation import InvariantBroken
@@ -319,21 +317,6 @@ def test_a_momentum_that_is_not_carried_is_found(monkeypatch: pytest.MonkeyPatch
     assert broken.kind in {"pair", "rule"}
 
 
-def test_a_side_that_uses_its_exact_weights_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its partner sees of them is rounded: the two means differ, and its correction is not of what it has sent."""
-    take = OuterOptimiser.take
-
-    async def exact(self: OuterOptimiser, step: Step) -> Tensors:
-        if step.fast is not None:
-            form, wire, _ = step.fast.theirs
-            theirs = Coded(Format.FLOAT32, decode(form, wire, step.snapshot.base))
-            step = step._replace(fast=step.fast._replace(theirs=theirs))
-        return await take(self, step)
-
-    monkeypatch.setattr(OuterOptimiser, "take", exact)
-    assert first_broken(lambda scenario: with_outer(scenario, codec=Format.INT8, gamma=None)).kind == "rule"
-
-
 @pytest.mark.parametrize("gamma", [None, 0.5])
 @pytest.mark.parametrize("codec", [Format.BFLOAT16, Format.INT8])
 def test_a_correction_that_forgets_what_rounding_has_left_out_is_found(
@@ -384,25 +367,6 @@ def test_a_peer_that_is_deaf_to_leave_is_found(monkeypatch: pytest.MonkeyPatch) 
     live = Node.live
     monkeypatch.setattr(Node, "live", lambda node, leave: live(node, asyncio.Event()))
     assert "was asked to leave" in first_broken(first=3).sentence
-
-
-def test_a_peer_that_finishes_first_when_asked_to_leave_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes no further step, but stays until the others have come to the end."""
-    train = Assignment.train
-
-    async def stays(self: Assignment, leave: asyncio.Event) -> Ending:
-        async def close() -> None:
-            await leave.wait()
-            self.replica.admission.close()
-
-        async with asyncio.TaskGroup() as group:
-            closing = group.create_task(close())
-            ending = await train(self, asyncio.Event())
-            closing.cancel()
-        return ending
-
-    monkeypatch.setattr(Assignment, "train", stays)
-    assert "was asked to leave" in first_broken(first=7).sentence
 
 
 def test_a_correction_that_is_not_applied_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

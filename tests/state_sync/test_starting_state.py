@@ -1,4 +1,4 @@
-"""What a newcomer or a restarted replica carries on, the gossip settings of a run file, and first losses."""
+"""What a newcomer or a restarted replica carries on, and first losses."""
 
 import math
 from dataclasses import replace
@@ -18,14 +18,10 @@ from toy_gossip import Toy, ToySettings, World
 from gossip.exchange.messages import Manifest, Piece, ReplicaState
 from gossip.interface import Origin
 from gossip.rule.outer_step import ROUND_BOUND, OuterState, WeightAge
-from gossip.settings import OuterConfig
 from gossip.transfer.chunks import cut, listed
-from noloco_node.errors import UserError
 from noloco_node.journal import events as journal_events
 from noloco_node.network import wire
-from noloco_node.run.presets import PRESETS, run_text
 from noloco_node.run.protocols import state_schema
-from noloco_node.run.runfile import decode_run
 from noloco_node.sim.clock import run as simulated
 from noloco_node.sim.hardware.quadratic_model import SIZE, QuadraticModel
 from noloco_node.state_sync.starting_state import (
@@ -42,40 +38,6 @@ from noloco_node.state_sync.starting_state import (
     started,
 )
 from noloco_node.storage.checkpoint import Checkpoint, Counters, load_latest, save
-
-MODEL = '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_layers = 4}\n'
-
-
-# Settings.
-
-
-@pytest.mark.parametrize(
-    ("lines", "field", "why"),
-    [
-        ("momentum_period = 0", "outer.momentum_period = 0", "1 to 1,000"),
-        ("momentum_period = 100000", "outer.momentum_period", "1 to 1,000"),
-        ("momentum_period = 2\nmomentum_spread = 0.51", "outer.momentum_spread = 0.51", "0.5"),
-        ("momentum_spread = -0.1", "outer.momentum_spread", "from 0"),
-        ("momentum_spread = nan", "outer.momentum_spread", "from 0"),
-        ("codec = 'int3'", "outer.codec", "int4"),
-        ("staleness_at_most = 0", "outer.staleness_at_most", ""),
-    ],
-)
-def test_contradictory_settings_are_refused_with_the_reason(lines: str, field: str, why: str) -> None:
-    with pytest.raises(UserError) as caught:
-        decode_run(f"{MODEL}[outer]\n{lines}\n", "run.toml")
-    assert field in str(caught.value)
-    assert why in str(caught.value)
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_presets_name_each_of_them_with_its_default(preset: str) -> None:
-    text, usual = run_text(preset), OuterConfig()
-    outer = decode_run(text, "run.toml").outer
-    for name in ("momentum_period", "momentum_spread", "codec", "staleness_at_most"):
-        assert getattr(outer, name) == getattr(usual, name)
-        assert f"\n{name} = " in text
-
 
 # What is carried.
 

@@ -407,16 +407,6 @@ def test_a_probe_of_another_form_is_implausible() -> None:
         common_steps(torch.full((100,), math.nan), own, [100])
 
 
-@given(seed=seeds, scale=scales)
-@few
-def test_float32_is_exact(seed: int, scale: float) -> None:
-    weights = draw(seed, scale)
-    encoded = encode(Format.FLOAT32, weights)
-    assert same_bits(encoded.wire, weights)
-    assert same_bits(decode(Format.FLOAT32, encoded.wire, weights), weights)
-    assert same_bits(encoded.decoded, weights)
-
-
 @given(seed=seeds)
 @few
 def test_what_is_probed_is_what_is_encoded(seed: int) -> None:

@@ -218,14 +218,6 @@ def test_distances_that_grow_shut_nobody_out_for_ever() -> None:
     assert bound.share("p0", at(30.0)) == 1.0
 
 
-def test_the_first_partner_is_not_the_measure_of_all() -> None:
-    bound = InfluenceBound()
-    for _ in range(3):
-        with pytest.raises(ConnectionAbortedError):
-            bound.share("liar", at(15.0))
-        assert bound.share("honest", at(1.5)) == 1.0
-
-
 def test_who_is_far_each_time_is_refused_and_once_is_clipped() -> None:
     bound = InfluenceBound()
     for number in range(9):
@@ -323,11 +315,6 @@ def test_a_replica_blames_nobody_for_the_distance_until_it_has_met() -> None:
     assert bound.share("near", at(1.0)) == 1.0
     with pytest.raises(Implausible):
         bound.share("liar", at(30.0))
-
-
-def test_a_partner_that_is_where_we_are_counts_whole() -> None:
-    bound = InfluenceBound()
-    assert bound.share("a", at(1.0)) == bound.share("a", at(0.0)) == 1.0
 
 
 @quick

@@ -40,7 +40,6 @@ APART = Outer(alpha=0.4, beta=0.7, gamma=0.5)
 SETTINGS = ToySettings(seed=3, **REFERENCE._asdict(), inner_steps_per_round=20)
 SIZE = 600
 codecs = pytest.mark.parametrize("codec", list(Format))
-lossy = pytest.mark.parametrize("codec", [Format.BFLOAT16, Format.INT8, Format.INT4])
 both_forms = pytest.mark.parametrize("blocking", [False, True], ids=["overlapped", "blocking"])
 
 
@@ -145,17 +144,6 @@ async def test_the_fast_weights_keep_what_rounding_has_left_out(codec: Format) -
             codec
         ]
         assert least <= kept <= most
-
-
-@lossy
-@pytest.mark.parametrize("fate", [CUT, SWALLOW], ids=["cut", "swallowed"])
-def test_an_exchange_that_breaks_moves_nothing(codec: Format, fate: object) -> None:
-    world = World(tamper=lambda sender, receiver, message: fate if isinstance(message, Weights) else message)
-    toys = pair(replace(SETTINGS, codec=codec, patience=RoundTimeouts(exchange_s=4.0)), world)
-    run(live(list(toys), 30))
-    for toy in toys:
-        assert toy.lost
-        assert torch.equal(toy.rounds.state.slow[0], drawn(1))
 
 
 SPOILS: dict[str, tuple[Format, Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]]] = {
@@ -409,47 +397,6 @@ def test_weights_that_the_rule_does_not_ask_for_change_nothing(what: str, blocki
     assert torch.equal(a.rounds.state.slow[0], drawn(1))
 
 
-def test_the_fresh_one_meets_another_in_the_same_round() -> None:
-    world, settings = World(), replace(SETTINGS, staleness_at_most=5)
-    toys = [
-        Toy(world, name, settings, origin=aged(drawn(1), staleness))
-        for name, staleness in (("a", 1), ("b", 1), ("stale", 9))
-    ]
-    run(live(toys, 39))
-    a, b, stale = toys
-    assert [step.partner for step in a.met] == ["b"]
-    assert [step.partner for step in b.met] == ["a"]
-    assert [step.adopted for step in stale.met] in ([True], [])
-
-
-@hypothesis_settings(max_examples=4)
-@given(st.integers(2, 20), st.integers(1, 6), st.booleans())
-def test_two_of_unequal_speed_never_take_each_others_weights(ratio: int, at_most: int, blocking: bool) -> None:
-    """The fast one opens many rounds to one of the slow, and steps alone in some: its work is not old for that."""
-    world, settings = World(), replace(SETTINGS, staleness_at_most=at_most, blocking=blocking)
-    toys = [Toy(world, name, settings, step_s=step_s, optimum=0.0) for name, step_s in (("slow", ratio), ("fast", 1.0))]
-    run(live(toys, {"slow": 65, "fast": 65 * ratio}))
-    slow, fast = toys
-    assert fast.met
-    for toy in (slow, fast):
-        assert not any(step.adopted for step in toy.met)
-        assert toy.rounds.statistics()["too_stale"] == 0
-
-
-async def test_a_copy_is_as_stale_as_its_donor_whatever_the_donor_has_done_meanwhile() -> None:
-    world, settings = World(), replace(SETTINGS, staleness_at_most=4)
-    donor = Toy(world, "donor", settings)
-    donor.stale_list = ()
-    await donor.train(20 * 3 + 1)
-    taken = Origin(copy_of(donor.rounds.state), donor.rounds.finished, last_met=donor.rounds.slow_age.last_met)
-    await donor.train(20 * 5)
-    donor.stale_list = None
-    newcomer = Toy(world, "newcomer", settings, origin=taken)
-    await live([donor, newcomer], 25)
-    for toy in [donor, newcomer]:
-        assert [step.adopted for step in toy.met] == [False]
-
-
 @both_forms
 @pytest.mark.parametrize("breaks", [False, True], ids=["too stale", "breaks off"])
 async def test_whoever_had_meetings_enough_in_this_round_has_no_other(breaks: bool, blocking: bool) -> None:
@@ -527,19 +474,6 @@ def test_slow_weights_travel_ahead_and_not_again(codec: Format) -> None:
         assert toy.rounds.statistics()["spared"] == 0
         assert len(toy.met) == 6
     assert all(torch.equal(x, y) for x, y in zip(slow_of(with_it), slow_of(without), strict=True))
-
-
-def test_a_prediction_that_fails_costs_traffic_and_nothing_else() -> None:
-    toys = swarm(World(), replace(SETTINGS, **APART._asdict()), 3)
-    # Each expects the next, who expects another: nobody is expected by the one that it expects.
-    for number, toy in enumerate(toys):
-        toy.stale_list = tuple(Candidate(toys[(number + step) % 3].name, 0) for step in (1,))
-    run(live(toys, 150))
-    for toy in toys:
-        statistics = toy.rounds.statistics()
-        assert statistics["spared"] == statistics["sent_ahead"] == 0
-        assert toy.met
-        assert statistics["implausible"] == 0
 
 
 @pytest.mark.parametrize("fate", [CUT, SWALLOW], ids=["cut", "swallowed"])
@@ -629,17 +563,6 @@ async def test_a_swap_that_was_declined_is_proposed_again_when_the_partner_says(
     async with gossiping(toy):
         await asyncio.sleep(10.0)
     assert 8 <= proposed <= 10
-
-
-async def test_a_proposal_is_answered_while_a_swap_lasts() -> None:
-    world = World(tamper=lambda s, r, m: SWALLOW if isinstance(m, Weights) else m)
-    toys = pair(replace(SETTINGS, **APART._asdict()), world, apart=0.1)
-    async with gossiping(*toys):
-        await asyncio.sleep(1.0)
-        assert toys[0].rounds.view.prefetch_partner == "b"
-        async with world.conversing("stranger")("a") as line:
-            await line.send(Propose(round=1))
-            assert isinstance(await line.receive(), Decline)
 
 
 async def swap_in_vain(line: Line, probe: Probe) -> None:

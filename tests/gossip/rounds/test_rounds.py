@@ -1,7 +1,6 @@
 """Rounds: everybody meets, nobody hangs, and whatever goes wrong costs one skipped round and changes no weights."""
 
 import asyncio
-from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -12,7 +11,7 @@ import pytest
 import torch
 from toy_gossip import CUT, SWALLOW, Line, Toy, ToySettings, World, changed, gossiping, live
 
-from gossip.exchange.messages import Accept, Acknowledge, Decline, DeclineReason, Propose, Weights
+from gossip.exchange.messages import Accept, Acknowledge, Decline, DeclineReason, Propose
 from gossip.interface import Candidate, Origin, RoundSkipped
 from gossip.rule.outer_step import Outer, OuterState
 from gossip.settings import RoundTimeouts
@@ -62,25 +61,6 @@ def test_unequal_replicas_all_meet_and_stay_together(count: int, settings: ToySe
     assert all(len(met) >= min(count - 1, 4) for met in partners.values())
 
 
-@both_forms
-async def test_equal_replicas_in_different_phases_do_not_fall_into_fixed_pairs(settings: ToySettings) -> None:
-    toys = swarm(World(), 8, settings)
-
-    async def late(toy: Toy, phase_s: float) -> None:
-        await asyncio.sleep(phase_s)
-        await toy.train(20 * 40)
-
-    phases_s = (0.0, 1.1, 5.2, 6.3, 10.4, 11.5, 15.6, 16.7)
-    async with gossiping(*toys):
-        await asyncio.gather(*map(late, toys, phases_s))
-    for toy in toys:
-        partners = Counter(step.partner for step in toy.met)
-        # All seven equally often where all are in step; one and the same for ever if anybody at all would do.
-        assert len(partners) >= 5
-        assert partners.most_common(1)[0][1] < 0.5 * partners.total()
-        assert partners.total() >= 36
-
-
 @pytest.mark.parametrize("step_s", [1.0, 30.0])
 async def test_proposals_do_not_grow_with_the_length_of_a_round(step_s: float) -> None:
     """Each asks the other of a pair once a round at most, however long the other takes until its round opens."""
@@ -96,18 +76,6 @@ async def test_proposals_do_not_grow_with_the_length_of_a_round(step_s: float) -
     for toy in toys:
         assert len(toy.met) >= 9
         assert toy.rounds.statistics()["proposals_sent"] <= 11
-
-
-def test_with_an_odd_number_one_skips_each_round() -> None:
-    toys = swarm(World(), 3)
-    # The last meeting needs a moment after the opening at step 200, the last skipped round is at step 220.
-    run(live(toys, 220))
-    skipped = [toy.rounds.statistics()["skipped"] for toy in toys]
-    assert sum(skipped) == 10
-    assert max(skipped) <= 6
-    assert sum(len(toy.met) for toy in toys) == 20
-    # Skipped replicas catch up with the numbers of the others.
-    assert [toy.rounds.finished for toy in toys].count(10) >= 2
 
 
 @pytest.mark.parametrize("late", [1, 2])
@@ -145,17 +113,6 @@ def test_a_liars_round_number_drags_nobody() -> None:
         )
     run(live(toys, 45))
     assert all(toy.rounds.finished <= 5 for toy in toys)
-
-
-def test_rosters_may_disagree() -> None:
-    toys = swarm(World(), 6)
-    # Each knows only its two neighbours, and somebody who has died.
-    for number, toy in enumerate(toys):
-        known = [toys[(number + 1) % 6].name, toys[(number - 1) % 6].name, "ghost"]
-        toy.stale_list = tuple(Candidate(name, 0) for name in known)
-    run(live(toys, 210))
-    assert all(len(toy.met) >= 5 for toy in toys)
-    assert all(toy.rounds.statistics()["lost"] == 0 for toy in toys)
 
 
 # One meeting.
@@ -205,25 +162,6 @@ def test_snapshots_are_kept_while_the_exchange_lasts_longer_than_a_round() -> No
         assert step is toy.met[0]
         assert step.staleness >= 20
         assert toy.slow == pytest.approx(20.0 - 0.7 * (20.0 - mean), rel=1e-6)
-
-
-def test_both_apply_the_rule_to_the_same_facts() -> None:
-    world = World(latency_s=0.01)
-    toys = [Toy(world, "a", SETTINGS, optimum=10.0), Toy(world, "b", SETTINGS, optimum=16.0)]
-    run(live(toys, 21))
-    snapshots = [trained(20.0, toy.optimum, 20) for toy in toys]
-    for toy, snapshot in zip(toys, snapshots, strict=True):
-        # From equal slow weights and no momentum: phi <- phi - beta (phi - mean(theta)).
-        slow = 20.0 - 0.7 * (20.0 - fmean(snapshots))
-        assert toy.slow == pytest.approx(slow, rel=1e-6)
-        # The step after the snapshot is kept: the correction is added to it.
-        assert float(toy.fast[0]) == pytest.approx(trained(20.0, toy.optimum, 21) + slow - snapshot, rel=1e-6)
-        (step,) = toy.met
-        assert (step.round, step.staleness, step.gap) == (1, 1, 0.0)
-        # 4 fast weights and 4 probed ones.
-        assert step.bytes_sent == step.bytes_received == 4 * (4 + 4)
-        # Acceptance, probes, weights, acknowledgement: each of them a trip.
-        assert step.seconds == pytest.approx(0.04)
 
 
 def test_slow_weights_travel_only_where_the_rule_needs_them() -> None:
@@ -315,26 +253,6 @@ def test_a_line_lost_in_a_meeting_changes_nothing_but_for_the_asked_whose_last_w
 
 
 @both_forms
-@pytest.mark.parametrize("kind", [Propose, Weights, Acknowledge])
-def test_a_silent_partner_costs_only_the_deadline(settings: ToySettings, kind: type) -> None:
-    def tamper(sender: str, receiver: str, message: Any) -> Any:
-        silent = sender == "silent" or (receiver == "silent" and kind is Propose)
-        return SWALLOW if silent and isinstance(message, kind) else message
-
-    world = World(tamper=tamper)
-    patient = replace(settings, patience=RoundTimeouts(answer_s=3.0, exchange_s=4.0, sleep_s=100.0))
-    toys = [Toy(world, name, patient) for name in ("a", "b", "silent")]
-    run(live(toys, 120))
-    a, b, silent = toys
-    # Whoever wastes a round's beginning on the silent one still meets the other in the same round.
-    for toy, other in ((a, "b"), (b, "a")):
-        assert len([step for step in toy.met if step.partner == other]) >= 4
-        assert toy.idle_s < 1e-6
-    if kind is not Acknowledge:
-        assert silent.met == []
-
-
-@both_forms
 @pytest.mark.parametrize("holds", ["answers", "meetings", "meetings that it asks for"])
 async def test_a_peer_that_holds_others_up_takes_a_tenth_of_their_time(settings: ToySettings, holds: str) -> None:
     """It is there and takes each call; and then it does not answer, or never says what a meeting begins with."""
@@ -392,15 +310,6 @@ def test_alone_every_round_is_solo_at_once() -> None:
     assert [step.round for step in toy.solo] == [1, 2, 3]
     assert all(step.staleness == 0 and step.gap is None and step.bytes_sent == 0 for step in toy.solo)
     assert toy.rounds.statistics()["skipped"] == 0
-    # Round 1 from no momentum: the slow weights go 0.7 of the way to the fast ones, and theta <- phi.
-    slow = fast = 20.0
-    momentum = 0.0
-    for _ in range(3):
-        fast = trained(fast, 10.0, 20)
-        momentum = 0.5 * momentum + 0.7 * (slow - fast)
-        slow = fast = slow - momentum
-    assert toy.slow == pytest.approx(slow, rel=1e-5)
-    assert float(toy.fast[0]) == pytest.approx(slow, rel=1e-5)
 
 
 def test_nobody_answers_skip_a_few_times_then_solo() -> None:
@@ -413,26 +322,6 @@ def test_nobody_answers_skip_a_few_times_then_solo() -> None:
     assert [event.in_a_row for event in toy.events if isinstance(event, RoundSkipped)] == [1, 2, 3, 1, 2, 3, 1]
     assert toy.rounds.statistics()["unanswered"] > 0
     assert list(toy.rounds.reasons) == ["unanswered"]
-
-
-async def test_a_newcomer_joins_later_and_meets() -> None:
-    world = World()
-    old = Toy(world, "old", SETTINGS)
-    new = Toy(world, "new", SETTINGS)
-    new.listed = False
-
-    async def arrive() -> None:
-        await asyncio.sleep(110.0)
-        new.listed = True
-        await new.train(100)
-
-    async with gossiping(old, new):
-        await asyncio.gather(old.train(210), arrive())
-    assert len(old.solo) == 5
-    assert len(old.met) == len(new.met) >= 3
-    # The newcomer has come nearer by one at each opening.
-    assert old.rounds.finished >= 8
-    assert 0 <= old.rounds.finished - new.rounds.finished <= 5 - len(new.met)
 
 
 # The last round.
@@ -467,20 +356,6 @@ async def test_the_last_round_alone_is_solo_at_once_and_otherwise_at_the_deadlin
     assert asyncio.get_running_loop().time() == pytest.approx(took_s, abs=0.1)
     assert len(toy.solo) == 1
     assert toy.slow == pytest.approx(20.0 - 0.7 * (20.0 - trained(20.0, 10.0, 10)), rel=1e-6)
-
-
-def test_the_one_left_over_does_not_wait_for_leavers() -> None:
-    ends: dict[str, float] = {}
-
-    async def end(toy: Toy) -> None:
-        await toy.rounds.last_round(300.0)
-        ends[toy.name] = asyncio.get_running_loop().time()
-
-    toys = swarm(World(), 3)
-    run(live(toys, 10, end))
-    assert sorted(len(toy.met) for toy in toys) == [0, 1, 1]
-    assert max(ends.values()) < 45.0
-    assert all(toy.rounds.statistics()["open"] == 0 for toy in toys)
 
 
 async def test_after_the_last_round_every_proposal_is_declined() -> None:

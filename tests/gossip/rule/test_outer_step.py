@@ -102,51 +102,6 @@ def test_it_is_the_rule_as_written(seed: int, outer: Outer, delay: Delay) -> Non
 
 @few
 @given(seeds, outers, delays)
-def test_a_period_moves_the_slow_weights_by_its_new_momentum(seed: int, outer: Outer, delay: Delay) -> None:
-    generator = seeded(seed)
-    start = after = draw_state(generator)
-    for _ in range(delay.period):
-        after = step_pair(after, draw(generator), draw(generator), draw(generator), outer, delay).state
-    assert close(pseudo_gradient(start.slow, after.slow), after.momentum)
-    assert (after.gathered, after.meetings) == ((), 0)
-
-
-@few
-@given(seeds, outers, delays)
-def test_without_momentum_every_meeting_shrinks_the_gap_by_one_minus_gamma(
-    seed: int, outer: Outer, delay: Delay
-) -> None:
-    generator = seeded(seed)
-    still = tuple(torch.zeros(shape, dtype=torch.float64) for shape in SHAPES)
-    a, b = OuterState(draw(generator), still), OuterState(draw(generator), still)
-    for _ in range(delay.period):
-        fast, other = draw(generator), draw(generator)
-        gap = pseudo_gradient(a.slow, b.slow)
-        after = step_pair(a, fast, other, b.slow, outer, delay).state
-        b = step_pair(b, other, fast, a.slow, outer, delay).state
-        a = after
-        assert close(pseudo_gradient(a.slow, b.slow), tuple((1 - outer.gamma) * g for g in gap))
-
-
-@few
-@given(seeds, outers, coefficients, delays, st.integers(0, 5), st.integers(0, 5))
-def test_the_mean_of_the_pair_does_not_depend_on_gamma(
-    seed: int, outer: Outer, gamma: float, delay: Delay, mine: int, theirs: int
-) -> None:
-    generator = seeded(seed)
-    a, b = draw_state(generator, mine % delay.period), draw_state(generator, theirs % delay.period)
-    fast, other = draw(generator), draw(generator)
-
-    def pair_mean(rule: Outer) -> Tensors:
-        first = step_pair(a, fast, other, b.slow, rule, delay).state
-        second = step_pair(b, other, fast, a.slow, rule, delay).state
-        return mean(first.slow, second.slow)
-
-    assert close(pair_mean(outer), pair_mean(outer._replace(gamma=gamma)))
-
-
-@few
-@given(seeds, outers, delays)
 def test_twins_that_meet_stay_twins_to_the_bit(seed: int, outer: Outer, delay: Delay) -> None:
     generator = seeded(seed)
     a = b = draw_state(generator)
