@@ -80,17 +80,17 @@ class Microbatch:
     @property
     def learnt(self) -> int:
         """How many tokens its loss is a mean over."""
-        return _learnt(self.targets, self.hidden.shape[1])
+        return self._learnt(self.targets, self.hidden.shape[1])
+
+    @staticmethod
+    @lru_cache(maxsize=4)  # a sender asks twice of each reply; tensors hash and compare by identity
+    def _learnt(targets: Tensor, length: int) -> int:
+        return int((targets[:, -length:] >= 0).count_nonzero())
 
     @property
     def learnt_share(self) -> float:
         """The share of its tokens that count in the loss."""
         return self.learnt / self.hidden.shape[:2].numel()
-
-
-@lru_cache(maxsize=4)  # a sender asks twice of each reply; tensors hash and compare by identity here
-def _learnt(targets: Tensor, length: int) -> int:
-    return int((targets[:, -length:] >= 0).count_nonzero())
 
 
 UNLEARNT = -1  # stands for a target without a loss
