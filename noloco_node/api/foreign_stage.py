@@ -199,7 +199,9 @@ class ForeignStage:
     def weights(self, less: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         # Those of gossip lie one value behind the other, whatever strides the program's have.
         rows = torch.contiguous_format
-        copies = (each.detach().to("cpu", torch.float32, copy=True, memory_format=rows) for each in self._own())
+        copies = (
+            _finite(each.detach().to("cpu", torch.float32, copy=True, memory_format=rows)) for each in self._own()
+        )
         return tuple([own.sub_(other).bfloat16() for own, other in zip(copies, less, strict=True)] if less else copies)
 
     @torch.no_grad()
@@ -213,7 +215,7 @@ class ForeignStage:
             own.add_(given.to(own.device))
 
     def current_weights(self) -> tuple[Tensor, ...]:
-        return tuple([each.detach().to("cpu").contiguous() for each in self._own()])
+        return tuple([_finite(each.detach().to("cpu").contiguous()) for each in self._own()])
 
     def _own(self) -> tuple[nn.Parameter, ...]:
         """Return the parameters; raise `TrainingFailed` where the program has given one another shape meanwhile."""
@@ -235,6 +237,19 @@ class ForeignStage:
 
     def statistics(self) -> dict[str, int | float]:
         return {}
+
+
+def _finite(values: Tensor) -> Tensor:
+    """Return a parameter's values; raise `TrainingFailed` where one is no finite number, before it is saved or sent."""
+    if not all(each.isfinite() for each in values.aminmax()):
+        raise TrainingFailed(
+            "The module holds what is no finite number.",
+            why=f"a step of the program's optimiser has made a parameter of the shape {list(values.shape)} so",
+            hint="leave out steps by a loss that is no finite number, and join with the same home again: it has the"
+            " weights of before",
+            code=Exit.CONFIG,
+        )
+    return values
 
 
 class StepSignal:

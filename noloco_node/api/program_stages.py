@@ -91,9 +91,11 @@ def tried(stage: int, module: nn.Module, given: Tensor) -> Tensor:
     return found.detach().cpu().float()
 
 
-def tokens() -> Tensor:
+def tokens(last: int = 0) -> Tensor:
     """Return the ids on which a first stage is tried."""
-    return torch.zeros((1, _TOKENS), dtype=torch.int64)
+    ids = torch.zeros((1, _TOKENS), dtype=torch.int64)
+    ids[0, -1] = last
+    return ids
 
 
 class _Logits(nn.Module):

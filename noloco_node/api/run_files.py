@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gossip.settings import OuterConfig
 from noloco_node.api.foreign_stage import listed_frozen, trained_parameters
@@ -196,13 +196,7 @@ def _trained(model: nn.Module | Sequence[nn.Module] | Mapping[str, object]) -> d
 
 def _handed_on(stages: Sequence[nn.Module]) -> dict[str, int]:
     """Return the fields of a run file that say what stages make of a token, as they are tried in turn."""
-    hidden, widths = tokens(), list[int]()
-    for number, module in enumerate(stages):
-        hidden = tried(number, module, hidden)
-        if hidden.isnan().any():
-            why = "of the run's first weights it makes NaN, and nothing could be learnt from that"
-            raise config_error(f"Stage {number} computes what is no number.", why, "look at what it divides by")
-        widths.append(hidden.shape[-1])
+    logits, widths = _through(stages, 0)
     *between, vocabulary = widths
     if len(set(between)) > 1:
         raise config_error(
@@ -210,7 +204,27 @@ def _handed_on(stages: Sequence[nn.Module]) -> dict[str, int]:
             f"of a token they return {', '.join(map(str, between))} numbers",
             "one width between all stages",
         )
+    again, otherwise = (_through(stages, last)[0] for last in (0, 1))
+    near = 1e-5 * logits.norm()
+    if torch.dist(again, logits) <= near < torch.dist(otherwise[:, :-1], logits[:, :-1]):  # and it is not by chance
+        raise config_error(
+            "The stages look at the tokens that they have to predict.",
+            "the logits of a token change with the token after it, which is the one that they are to predict",
+            "a causal mask, such as is_causal=True of scaled_dot_product_attention",
+        )
     return {"foreign_width": between[0] if between else 0, "foreign_vocabulary": vocabulary}
+
+
+def _through(stages: Sequence[nn.Module], last: int) -> tuple[Tensor, list[int]]:
+    """Return the logits of a text that ends with this id, and what each stage returns of a token."""
+    hidden, widths = tokens(last), list[int]()
+    for number, module in enumerate(stages):
+        hidden = tried(number, module, hidden)
+        if hidden.isnan().any():
+            why = "of the run's first weights it makes NaN, and nothing could be learnt from that"
+            raise config_error(f"Stage {number} computes what is no number.", why, "look at what it divides by")
+        widths.append(hidden.shape[-1])
+    return hidden, widths
 
 
 def _foreign(model: nn.Module | Sequence[nn.Module], parameters: Mapping[str, nn.Parameter]) -> dict[str, object]:

@@ -11,12 +11,16 @@ can guess: a flood costs us little, and hides nobody whom we see already.
 
 Expiry is by the clock, and a clock may be set back: then our record in the DHT would outlive the new one, and the new
 one be refused. So the expiry of what we publish never falls, as far as others still take it.
+
+A process with our key files its records under our id, as where a copied home was started in the same moment. Then a
+node that took our last version has a later one, which we have not signed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -42,7 +46,7 @@ from noloco_node.libp2p.record_checks import (
     read_signer,
 )
 from noloco_node.libp2p.record_holders import SEARCHED, Holders, PeerId
-from noloco_node.libp2p.settings import NetworkSettings, RunSecret
+from noloco_node.libp2p.settings import NetworkSettings, RunSecret, identity_in_use
 from noloco_node.libp2p.short_answers import Version
 from noloco_node.network.swarm_clock import CLOCK
 from noloco_node.tasks import loop_s
@@ -50,6 +54,8 @@ from noloco_node.tasks import loop_s
 _ANSWER_S = 5.0  # a node of the DHT has so long to answer one question
 _MOST_PLACES = 4096
 _CLOSE_S = 2.0
+SIGHTINGS = 3
+"""So many later and later versions show another process: a clock that was set back explains one of a former life."""
 LOOKS_AT_ONCE, LOOK_REFILL_S = 512, 0.1
 """Records that one caller may have us look at. A signature takes a tenth of a millisecond: a thousandth of a core.
 
@@ -76,6 +82,9 @@ class DhtRecords:
         self._looks = Quota(LOOKS_AT_ONCE, LOOK_REFILL_S)
         self._reads = Quota(READ_BYTES, 1 / READ_BYTES_PER_S)
         self._expiry: dict[tuple[str, str], float] = {}
+        self._latest: dict[tuple[str, str], float] = {}
+        """The latest expiry under our id that we have signed, or that we have seen."""
+        self._sightings = 0
         self._kept: BoundedStorage | None = None
 
     @property
@@ -131,14 +140,20 @@ class DhtRecords:
         await self._control.bounded(self._joined().ask_time(peer_id, voice, is_door=is_door), self._wait_s)
 
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
-        """Store a record of ours; False when the DHT refused it or did not answer in time."""
+        """Store a record of ours; False when the DHT refused it or did not answer in time.
+
+        Raises `UserError` (HOME_IN_USE) where another process publishes under our id.
+        """
         if len(value) + SIGNATURE_BYTES > RECORD_BYTES or lifetime_s > RECORD_LIFETIME_S:
             raise ValueError(f"a record of {len(value)} bytes for {lifetime_s:g} s is more than the DHT takes")
+        await self._look_for_copy(key, subkey)
         before = self._expiry.get((key, subkey), 0.0)
         expiry = next_expiry(before, lifetime_s, CLOCK.unix_s())
         signed = self._sign(key, expiry, value)
         self._expiry = {place: until for place, until in self._expiry.items() if until > CLOCK.unix_s()}
         self._expiry[key, subkey] = expiry
+        self._latest = {place: until for place, until in self._latest.items() if until > CLOCK.unix_s()}
+        self._latest[key, subkey] = max(expiry, self._latest.get((key, subkey), 0.0))
         storing = self._store(place_of(key), subkey, msgspec.msgpack.encode(signed), expiry)
         try:
             stored = await self._control.bounded(storing, self._wait_s)
@@ -148,6 +163,28 @@ class DhtRecords:
         if not stored and self._expiry.get((key, subkey)) == expiry:
             self._expiry[key, subkey] = before
         return stored
+
+    async def _look_for_copy(self, key: str, subkey: str) -> None:
+        """Ask a node that took our last version for the one that it has now, where that is due."""
+        place = place_of(key)
+        holders = self._places.get(place)
+        witness = None if holders is None else holders.next_witness(loop_s())
+        if holders is None or witness is None:
+            return
+        known = {peer: version for peer, version in holders.versions(CLOCK.unix_s()).items() if peer != subkey}
+        try:
+            (answer,) = await self._control.bounded(self._ask([witness], place, known), self._wait_s)
+        except ConnectionError:
+            return
+        found = (answer or {}).get(subkey)
+        if found is None or found.expiry <= self._latest.get((key, subkey), math.inf):
+            return
+        self._latest[key, subkey] = found.expiry
+        self._sightings += 1
+        if self._sightings >= SIGHTINGS:
+            raise identity_in_use(
+                f"it publishes under the peer id {subkey}, and {self._identity} holds its key", self._identity
+            )
 
     async def _store(self, place: bytes, subkey: str, packed: bytes, expiry: float) -> bool:
         """Store a record with the nodes nearest to its place; say whether one of them took it."""

@@ -33,7 +33,7 @@ from noloco_node.libp2p import addresses
 from noloco_node.libp2p.control import Control, PeerContext, StreamDialer
 from noloco_node.libp2p.daemon import DaemonConfig
 from noloco_node.libp2p.hivemind_compat import daemon_trouble
-from noloco_node.libp2p.settings import NetworkSettings, Reachability, ensure_identity, peer_bytes
+from noloco_node.libp2p.settings import NetworkSettings, Reachability, ensure_identity, identity_in_use, peer_bytes
 from noloco_node.network.bans import address_prefix
 from noloco_node.network.calls import patient
 from noloco_node.network.interface import Conversation
@@ -240,11 +240,8 @@ async def _check_identity(control: Control, identity: Path) -> None:
             await asyncio.sleep(_SEARCH_PAUSE_S)
     else:
         return
-    raise UserError(
-        "Another node with the identity of this one is running.",
-        why=f"the peer {control.parts.peer_text(ours)} answers in the swarm, and {identity} holds its key",
-        hint="stop the other one; if this home is a copy of its home, delete that file here to become a new peer",
-        code=Exit.HOME_IN_USE,
+    raise identity_in_use(
+        f"the peer {control.parts.peer_text(ours)} answers in the swarm, and {identity} holds its key", identity
     )
 
 

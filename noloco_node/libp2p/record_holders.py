@@ -44,6 +44,8 @@ HEARD_PAUSES, LONGEST_SEARCH_S = 1.5, 7200.0
 """A search is good for so long while nodes name their neighbours, within `SEARCH_S` or so many pauses between uses."""
 DOUBTED_S, SILENT_S = 600.0, 30.0
 """For so long a node comes last that lost what it took, and nobody asks one that did not answer."""
+WITNESSED = 12
+"""Before so many first publications, and then before one of `MORE_EVERY`, a node is asked what it has of us."""
 STALE_S, STALE_PERIODS = 15.0, 1.5
 """A record that has not changed for so long, or for so many times of its last two versions' distance, may have a newer
 version elsewhere.
@@ -234,6 +236,12 @@ class Holders:
         order = sorted([*self._nearest, *self._candidates], key=self._distance)
         order.sort(key=lambda peer: self._is_doubted(peer, now_s))
         return order, SEARCHED if turn % MORE_EVERY == 0 else WRITTEN
+
+    def next_witness(self, now_s: float) -> PeerId | None:
+        """Return a node that took our last version, to be asked before the next publication; None: not this time."""
+        took = [peer for peer in self.order(now_s)[:WRITTEN] if peer in self._took]
+        is_due = self._writings <= WITNESSED or self._writings % MORE_EVERY == 0
+        return _turned(took, self._writings)[0] if took and is_due else None
 
     def note_written(self, peer: PeerId, expiry: float) -> None:
         self._took[peer] = expiry

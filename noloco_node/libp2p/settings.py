@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.ticket import ID_HEADER, KEY_HEADER, identity_errors, read_key
-from noloco_node.errors import UserError, config_error
+from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.network.timeouts import PeerLiveness, TimeoutBounds
 from noloco_node.network.wire import WIRE_VERSION
 from noloco_node.storage import atomic_file
@@ -146,6 +146,16 @@ def peer_bytes(path: Path) -> bytes:
     An Ed25519 id is the multihash `identity` of the public key in libp2p's protobuf: the key itself.
     """
     return ID_HEADER + path.read_bytes()[-32:]
+
+
+def identity_in_use(why: str, key: Path) -> UserError:
+    """Return the error of two processes with one identity. `key`: its file."""
+    return UserError(
+        "Another node with the identity of this one is running.",
+        why=why,
+        hint=f"stop the other one; if this home is a copy of its home, delete {key} here to become a new peer",
+        code=Exit.HOME_IN_USE,
+    )
 
 
 def _damaged(path: Path) -> UserError:

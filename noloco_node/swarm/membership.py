@@ -148,6 +148,11 @@ class Membership:
         return self._records.news_age_s(self._unix_time())
 
     @property
+    def sources_renewed_s(self) -> float:
+        """The time between two records of a source: of a stage that is a sample, sources publish more seldom."""
+        return self._refresh_s if self._divisions[0].size is None else max(RENEWED_S, self._refresh_s)
+
+    @property
     def watched(self) -> tuple[int, ...]:
         """The stages that we read and of which the roster already tells."""
         return self._records.known

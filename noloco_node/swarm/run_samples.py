@@ -29,7 +29,6 @@ from noloco_node.run.peer_state import AT_WORK, PeerState
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.receipts import MetWork, met_work
 from noloco_node.swarm.roster import Derived, Roster
-from noloco_node.swarm.shards import RENEWED_S
 from noloco_node.tasks import loop_s
 
 NEARLY_OVER, IDLE_S = 0.95, 300.0
@@ -171,13 +170,14 @@ class RunSamples:
         unlisted = max(0, self._unlisted - (roster.first_samples - self._begun.first_samples))
         claimed = own + roster.others_samples + unlisted
         self._estimate = max(own, min(claimed, self._signed(own)))
-        return min(1.0, self._estimate / self._run.budget_samples)
+        return min(1.0, max(self._shown, self._estimate) / self._run.budget_samples)
 
     def _look(self, own: int) -> None:
         """Note the last reading; once everybody is known again, count exactly from what was estimated until then."""
         self._estimated()
         if self._is_estimate and not self._membership.roster.is_sample:
-            reached = max(own, round(self._sampled()))
+            # As of their records: what they say later comes on top.
+            reached = max(own, round(self._estimated()))
             self._is_estimate, self._rate = False, 0.0
             self._count_from(reached, own)
 
@@ -206,7 +206,7 @@ class RunSamples:
         """Return the estimate as of now, which never falls."""
         estimate = self._estimated()
         # On the mean a record is half as old as the time between two.
-        ahead_s = min(loop_s() - self._noted_s, LONGEST_AHEAD_S) + RENEWED_S / 2
+        ahead_s = min(loop_s() - self._noted_s, LONGEST_AHEAD_S) + self._membership.sources_renewed_s / 2
         self._shown = max(self._shown, estimate + self._rate * ahead_s)
         return self._shown
 

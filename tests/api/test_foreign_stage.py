@@ -71,6 +71,23 @@ def test_parameters_that_a_program_has_resized_end_the_training_and_are_saved_no
     assert torch.equal(module.weight, whole[0]), "nothing is half moved"
 
 
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([math.nan, math.inf, -math.inf]),
+    st.integers(0, 5),
+)
+def test_parameters_that_are_no_finite_numbers_end_the_training_and_are_saved_nowhere(
+    dtype: torch.dtype, odd: float, place: int
+) -> None:
+    module = nn.Linear(3, 2).to(dtype)
+    stage = stage_of(module)
+    kept = stage.weights()
+    module.weight.data.view(-1)[place] = odd
+    for call in (stage.current_weights, stage.weights, lambda: stage.weights(kept)):
+        with pytest.raises(TrainingFailed, match="no finite number"):
+            call()
+
+
 @given(st.none() | st.floats())
 def test_a_loss_that_is_unknown_is_one_over_no_token(said: float | None) -> None:
     stage = stage_of(nn.Linear(1, 1))

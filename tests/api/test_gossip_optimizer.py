@@ -172,6 +172,19 @@ def test_a_member_that_comes_back_brings_its_moments_as_a_torch_program_does(run
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), alone.parameters(), strict=True))
 
 
+def test_a_loop_that_diverges_is_ended_and_its_home_keeps_the_weights_of_before(run: Run) -> None:
+    net, again = module(), module()
+    first: list[Tensor] = []
+    with user_error(Exit.CONFIG, "no finite number"), joined(run, "diverging", net) as optimizer:
+        first += [each.detach().clone() for each in net.parameters()]
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            (loss_of(net) * torch.nan).backward()
+            optimizer.step()
+    with joined(run, "diverging", again):
+        assert all(torch.equal(own, kept) for own, kept in zip(again.parameters(), first, strict=True))
+
+
 def test_an_optimiser_of_a_run_is_not_copied() -> None:
     with pytest.raises(UserError, match="cannot be copied"):
         copy.deepcopy(object.__new__(noloco_node.GossipOptimizer))

@@ -180,6 +180,13 @@ class Pair(nn.Embedding):
         return super().forward(ids), ids
 
 
+class Ahead(nn.Linear):
+    """Sees a little of the token after each."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden + 0.01 * hidden.roll(-1, dims=1))
+
+
 @pytest.mark.parametrize(
     ("stages", "said"),
     [
@@ -191,6 +198,7 @@ class Pair(nn.Embedding):
         ([nn.Embedding(9, 3), nn.Linear(3, 4), nn.Linear(4, 9)], "The stages hand on different widths"),
         ([nn.Embedding(9, 3), Cut(3, 9)], "Stage 1 passes no gradient back"),
         ([Cut(9, 3), nn.Linear(3, 9)], "Stage 0 cannot compute"),
+        ([nn.Embedding(9, 3), Ahead(3, 9)], "The stages look at the tokens that they have to predict"),
         (
             [nn.Embedding(9, 3), nn.Sequential(nn.Linear(3, 9), nn.Threshold(math.inf, math.nan))],
             "Stage 1 computes what",

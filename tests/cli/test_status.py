@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from admission_keys import NOW_S, key, public
+from hypothesis import given
+from hypothesis import strategies as st
 from memory_swarms import recipe
 
 from noloco_node.admission.owner_files import make_key, public_half, save_key
@@ -20,7 +22,19 @@ from noloco_node.swarm import invite as invites
 from noloco_node.swarm.access import Visitor
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
+from noloco_node.units import LARGEST, LARGEST_COUNT
 
+FIGURES = st.fixed_dictionaries(
+    {},
+    optional={
+        "inner_steps": st.integers(0, LARGEST_COUNT),
+        "round": st.integers(0, LARGEST_COUNT),
+        "loss": st.floats(0.0, LARGEST),
+        "gap": st.floats(0.0, LARGEST),
+        "tokens_per_s": st.floats(0.0, LARGEST),
+        "device_s": st.floats(0.0, 1e9),
+    },
+)
 WORDS = "all its replicas were lost, or are on trial, " * 4
 
 
@@ -73,6 +87,20 @@ def test_everything_is_shown_within_eighty_columns() -> None:
     joined = " ".join(shown.split())
     assert f"an answer of the next stage: {WORDS.split(',')[0]}" in joined
     assert "nobody" in shown
+
+
+@given(st.integers(40, 120), st.lists(FIGURES, min_size=1, max_size=6))
+def test_figures_of_thirty_digits_break_no_line(width: int, figures: list[dict[str, float]]) -> None:
+    """A stranger may claim them; all others are still to be read."""
+    run, peers = recipe(), [f"{number:08}" for number in range(len(figures) + 1)]
+    claimed = [msgspec.structs.replace(record(peer), **each) for peer, each in zip(peers, figures, strict=False)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(width))
+        shown = picture(run, Roster(stages=((*claimed, record(peers[-1])), ()))).splitlines()
+    assert max(map(len, shown)) <= width
+    (table,) = [shown[place + 2 :] for place, line in enumerate(shown) if line.startswith(" stage peer")]
+    rows = [line.split()[:3] for line in table[: len(peers)]]
+    assert rows == [["0", peer, "catching"] for peer in peers]
 
 
 def test_where_nobody_is_the_run_is_not_said_to_be_at_its_beginning() -> None:

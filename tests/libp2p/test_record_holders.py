@@ -9,10 +9,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S, PATIENT, RECORD_S
 
+from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import dht_records
 from noloco_node.libp2p.dht_records import DhtRecords
 from noloco_node.libp2p.hivemind_compat import load_hivemind
@@ -24,11 +25,13 @@ from noloco_node.libp2p.record_holders import (
     MORE_EVERY,
     SEARCH_S,
     SEARCHED,
+    WITNESSED,
     WRITTEN,
     Holders,
 )
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret, ensure_identity, peer_bytes
 from noloco_node.network.swarm_clock import CLOCK
+from noloco_node.tasks import loop_s
 from tests.explorer.memory_dht import MemoryDht, unix_s, virtual_time_of_day
 
 KEY, REFRESH_S, LIFETIME_S = "run/stage/0", 10.0, 330.0
@@ -65,6 +68,61 @@ async def test_the_living_find_each_other_whoever_is_dead_or_lies(count: int, de
     assert all(living.keys() <= each.keys() for each in found.values())
 
 
+async def life(records: DhtRecords, name: str, after_s: float) -> None:
+    """Publish and read as membership does."""
+    await asyncio.sleep(after_s)
+    while True:
+        await records.publish(KEY, name, str(loop_s()).encode(), LIFETIME_S)
+        await records.read(KEY)
+        await asyncio.sleep(REFRESH_S)
+
+
+@settings(max_examples=40)
+@given(st.integers(2, 12), st.floats(0.01, REFRESH_S - 0.01), st.sampled_from((0.0, 35.0, 170.0)))
+async def test_of_two_processes_with_one_key_one_ends_and_the_other_goes_on(
+    others: int, apart_s: float, after_s: float
+) -> None:
+    """Whenever the second one comes, also a moment later."""
+    dht = MemoryDht()
+    peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(others)}
+    tasks = [asyncio.create_task(life(records, name, 0.0)) for name, records in peers.items()]
+    twins = [dht.peer("twin"), dht.peer("twin")]
+    begins_s = (after_s, after_s + apart_s)
+    same = [asyncio.create_task(life(each, "twin", at_s)) for each, at_s in zip(twins, begins_s, strict=True)]
+    await asyncio.sleep(400.0)
+    ended = [task.exception() for task in same if task.done()]
+    assert [error.code for error in ended if isinstance(error, UserError)] == [Exit.HOME_IN_USE], ended
+    assert not any(task.done() for task in tasks), "the others have keys of their own"
+    for task in (*tasks, *same):
+        task.cancel()
+    await asyncio.wait((*tasks, *same))
+
+
+@settings(max_examples=40)
+@given(st.integers(2, 12), st.sampled_from(["lost", "late", "dead"]), st.floats(-300.0, 300.0))
+async def test_no_peer_takes_its_own_records_for_another_s(count: int, trouble: str, back_s: float) -> None:
+    """Though its clock was set, and though nodes took its records and their answers were lost."""
+    dht = MemoryDht()
+    peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}
+    one = peers["peer 0"]
+    node: Any = one._node
+    store = node.store
+
+    async def unheard(peer: str, place: bytes, subkey: str, packed: bytes, expiry: float) -> bool | None:
+        await store(peer, place, subkey, packed, expiry)
+        return {"lost": False, "late": None, "dead": True}[trouble]
+
+    for number in range(3 * MORE_EVERY):
+        node.store = unheard if number % 3 else store
+        with patch.object(dht_records.CLOCK, "unix_s", lambda at=number: unix_s() + (back_s if at % 5 > 2 else 0.0)):
+            await one.publish(KEY, "peer 0", str(number).encode(), LIFETIME_S)
+        await refresh({name: each for name, each in peers.items() if name != "peer 0"}, number)
+    # Another life of the same peer knows nothing of the first one.
+    again = dht.peer("peer 0")
+    for number in range(3 * MORE_EVERY):
+        await refresh({"peer 0": again}, number)
+
+
 @given(st.integers(3, 20), st.integers(1, 8), st.integers(0, 5))
 async def test_the_nearest_nodes_hide_nobody_by_showing_each_peer_its_own_record(
     count: int, mirrors: int, known: int
@@ -88,14 +146,15 @@ async def test_the_nearest_nodes_hide_nobody_by_showing_each_peer_its_own_record
 async def test_a_quiet_swarm_asks_one_node_a_reading(count: int) -> None:
     dht = MemoryDht()
     peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}
-    for number in range(3):
+    for number in range(WITNESSED + 1):
         await refresh(peers, number)
     dht.asked.clear()
     for number in range(MORE_EVERY):
         found = await refresh(peers, number)
     assert all(each.keys() == peers.keys() for each in found.values())
     holders = min(WRITTEN, count)
-    assert set(dht.asked.values()) == {MORE_EVERY - 1 + holders + (count > WRITTEN)}
+    witnesses = 1
+    assert set(dht.asked.values()) == {MORE_EVERY - 1 + holders + (count > WRITTEN) + witnesses}
     assert sum(map(bool, dht.kept.values())) == min(SEARCHED, count)
 
 

@@ -550,6 +550,7 @@ async def test_a_source_estimates_how_far_the_run_is(pause: int) -> None:
         ),
     )
     facts = {"issued": None, "receipts": ReceiptLedger(), "begin_counting": lambda: None}
+    facts["sources_renewed_s"] = RENEWED_S
     begun_s = asyncio.get_running_loop().time()
     membership = cast(Any, SimpleNamespace(me="s0r0000", roster=sample(replicas, 90, 2, begun_s), **facts))
     counted, reached, loop = RunSamples(run, membership, reached=0, own=0), [], asyncio.get_running_loop()
@@ -570,6 +571,56 @@ async def test_a_source_estimates_how_far_the_run_is(pause: int) -> None:
     assert believed_samples(run, membership.roster) == budget
 
 
+@pytest.mark.parametrize("refresh_s", [5.0, 10.0, 20.0])
+@pytest.mark.parametrize("depth", [0, 2])
+async def test_a_source_that_knows_all_others_is_not_misled_by_names_at_a_later_stage(
+    depth: int, refresh_s: float
+) -> None:
+    """Its estimate says how far the run is now, and not how far it will be.
+
+    `depth`: that the names say. Those that say none are found by every second reading, so the roster is a sample by
+    turns.
+    """
+    hub, loop, members = SimNetwork(WEATHER, seed=3), asyncio.get_running_loop(), dict[str, Membership]()
+    places = {f"s{stage}r{number}": stage for stage in (0, 1) for number in range(4)}
+    signers = {peer: IssuedReceipts(1) for peer, stage in places.items() if stage}
+    tasks = set[asyncio.Task[Any]]()
+    for peer, stage in places.items():
+        network = hub.network(peer)
+        members[peer] = Membership(network, "run", 2, refresh_s=refresh_s, unix_time=lambda: 1e9 + loop.time())
+        members[peer].issued = signers.get(peer)
+        await members[peer].claim(record(peer, stage, samples=not stage))
+        tasks.add(asyncio.create_task(members[peer].run()))
+    await asyncio.sleep(2 * refresh_s)
+    me = members["s0r0"]
+    pipeline, whole_s = PipelineConfig(stages=2), 400
+    run = cast(Any, SimpleNamespace(budget_samples=32 * whole_s, samples_per_step=8, pipeline=pipeline))
+    counted, was_sample, told = RunSamples(run, cast(Any, me), reached=0, own=0), set[bool](), 0.0
+    for second in range(1, 301):
+        if second == 60:
+            for name in (f"x{number}" for number in range(200)):
+                network = hub.network(name)
+                raw = encode_record(Published(1, record(name, 1), 1e9 + loop.time(), 300.0, depth))
+                for shard in written(name, depth):
+                    await network.publish(shard.key("run/stage/1"), name, raw, 300.0)
+        await asyncio.sleep(1.0)
+        for peer, stage in places.items():
+            if stage:
+                me.receipts.prove(peer, 2)
+                for source in range(4):
+                    signers[peer].add(f"s0r{source}", 2)
+            done = {"samples": 8 * second * (not stage), "inner_steps": second, "progress": second / whole_s}
+            members[peer].update(record(peer, stage, round=1, **done))
+        before, told = told, counted.progress(8 * second, loop.time())
+        assert told >= before
+        was_sample.add(me.roster.is_sample)
+        # Receipts are published at every second refresh, and read as often.
+        assert -4.0 * refresh_s <= whole_s * told - second <= 0.5 * refresh_s
+    assert was_sample == {False, True}
+    for task in tasks:
+        task.cancel()
+
+
 @given(st.floats(0.0, 1.0), st.floats(0.02, 0.3), st.integers(0, 90))
 async def test_a_source_of_which_most_have_finished_ends_within_the_error_of_its_estimate(
     reached: float, error: float, finished: int
@@ -582,6 +633,7 @@ async def test_a_source_of_which_most_have_finished_ends_within_the_error_of_its
     roster = Roster(stages=(tuple(listed), ()), sizes=(StageSize(2000.0, error), None))
     roster = sampled(roster, roster.sizes, (loop_s(), loop_s()))
     told = {"issued": None, "receipts": ReceiptLedger(), "begin_counting": lambda: None}
+    told["sources_renewed_s"] = RENEWED_S
     membership = cast(Any, SimpleNamespace(me="s0r89", roster=roster, **told))
     counted = RunSamples(run, membership, reached=round(reached * 10**6), own=0)
     may_end = round(reached * 10**6) * (1.0 + 2.0 * error) >= NEARLY_OVER * 10**6
@@ -646,7 +698,7 @@ def test_views_say_what_is_an_estimate() -> None:
 class Told:
     """A membership whose roster is made from what `others` do, as a sample of all peers or of everybody."""
 
-    me, complete = "s0r0", True
+    me, complete, sources_renewed_s = "s0r0", True, RENEWED_S
 
     def __init__(self, others: int, stages: int) -> None:
         self.counts, self.issued = RunProgress(self.me), None if stages > 1 else IssuedReceipts(1)
