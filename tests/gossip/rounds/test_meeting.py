@@ -450,9 +450,12 @@ def test_whatever_breaks_ahead_the_meeting_mends(number: int, fate: object) -> N
     assert sent > 9
 
 
-def test_a_meeting_does_not_count_on_what_a_swap_under_way_replaces() -> None:
+@pytest.mark.parametrize("hanging", [Accept, Probe])
+def test_a_meeting_does_not_count_on_what_a_swap_under_way_replaces(
+    hanging: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first swap reaches one side only; the second one, of the same weights, lasts beyond the round's opening."""
-    asked, swaps, held = "", 0, list[int]()
+    asked, swaps, held, send, opened = "", 0, list[int](), Line.send, asyncio.Event()
 
     def tamper(sender: str, receiver: str, message: Any) -> Any:
         nonlocal asked, swaps
@@ -460,17 +463,22 @@ def test_a_meeting_does_not_count_on_what_a_swap_under_way_replaces() -> None:
             asked, swaps = sender, swaps + 1
         elif isinstance(message, Probe) and message.round == 1:
             held.append(message.holds)
+            opened.set()
         first_lost = isinstance(message, Weights) and not message.fast and sender == asked
-        second_hangs = isinstance(message, Probe) and message.round == 0 and swaps == 2
-        return SWALLOW if first_lost or second_hangs else message
+        return SWALLOW if first_lost else message
 
-    settings = replace(SETTINGS, **APART._asdict(), patience=RoundTimeouts(exchange_s=60.0, sleep_s=1.0))
+    async def send_late(line: Line, message: Any) -> None:
+        if isinstance(message, hanging) and message.round == 0 and swaps == 1 + (hanging is Probe):
+            await opened.wait()
+        await send(line, message)
+
+    monkeypatch.setattr(Line, "send", send_late)
+    settings = replace(SETTINGS, **APART._asdict(), patience=RoundTimeouts(answer_s=60.0, exchange_s=60.0, sleep_s=1.0))
     toys = pair(settings, World(tamper=tamper), apart=0.1)
     run(live(list(toys), 23))
     for toy in toys:
-        assert len(toy.met) == 1
-    assert swaps == 2
-    assert held == [NOTHING, NOTHING]
+        assert (len(toy.met), toy.lost) == (1, [])
+    assert held[:2] == [NOTHING, NOTHING]
 
 
 async def test_a_swap_is_declined_while_it_makes_no_sense() -> None:
