@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+GIVEN_UP: ContextVar[threading.Event | None] = ContextVar("GIVEN_UP", default=None)
+"""Set once nobody waits any more for what `in_thread` does."""
 AGAIN_S = 5.0  # after so long an observer that failed begins anew
 
 
@@ -60,3 +64,32 @@ async def until_event(leave: asyncio.Event, work: Coroutine[Any, Any, T]) -> T |
         for each in (asked, task):
             each.cancel()
         await asyncio.wait({asked, task})
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Return what `work` returns, done in a thread, to whose end a cancellation waits.
+
+    A cancellation ends the work at its next `check_wanted`. Where there is none any more, the work is done and its
+    result is returned: nobody is told that what was written was not.
+    """
+    given_up = threading.Event()
+    before = GIVEN_UP.set(given_up)
+    try:
+        task = asyncio.create_task(asyncio.to_thread(work))
+    finally:
+        GIVEN_UP.reset(before)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        given_up.set()
+        await asyncio.wait({task})
+        if task.cancelled() or task.exception() is not None:
+            raise
+        return task.result()
+
+
+def check_wanted() -> None:
+    """Raise `CancelledError` in a thread whose work has been given up."""
+    given_up = GIVEN_UP.get()
+    if given_up is not None and given_up.is_set():
+        raise asyncio.CancelledError

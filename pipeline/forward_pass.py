@@ -59,7 +59,7 @@ CALM_WINDOWS = 8
 
 
 class Known(NamedTuple):
-    """What the targets of a microbatch say of its input, on the stage's device.
+    """What the targets of a microbatch say of its input.
 
     `tokens`: the ids behind activations that come in a subspace. `positions`: of tokens in their rows, where several
     rows share a sequence.
@@ -67,9 +67,6 @@ class Known(NamedTuple):
 
     tokens: Tensor | None = None
     positions: Tensor | None = None
-
-
-NOTHING_KNOWN = Known()
 
 
 class Slice(nn.Module):
@@ -359,11 +356,10 @@ class StagePasses:
     def _known(self, hidden: Tensor, targets: Tensor | None) -> Known:
         """Return what the targets that came with a microbatch say of it."""
         if targets is None:
-            return NOTHING_KNOWN
-        positions = activation_codec.positions_in_rows(targets[:, -hidden.shape[1] :])
+            return Known()
         return Known(
-            None if self._module.fixed is None else activation_codec.ids_of(targets[:, :-1]).to(self._device),
-            None if positions is None else positions.to(self._device),
+            None if self._module.fixed is None else activation_codec.ids_of(targets[:, :-1]),
+            activation_codec.positions_in_rows(targets[:, -hidden.shape[1] :]),
         )
 
     def _pass(self, hidden: Tensor, known: Known) -> PendingForward:
@@ -396,7 +392,7 @@ class StagePasses:
             graph = self._spoiling(lambda: self._loss(hidden, wanted, known))
         self._count_backward()
         counted = activation_codec.learnt(wanted)
-        mean = graph.output.item() * wanted.numel() / max(1, counted)
+        mean = self._spoiling(graph.output.item) * wanted.numel() / max(1, counted)
         return Gradient(hidden=self._input_gradient(graph, seed), loss=mean, tokens=counted)
 
     def _head(self) -> tuple[Callable[[Tensor], Tensor], int]:
@@ -455,10 +451,14 @@ class StagePasses:
         if self._last:
             raise ValueError("the last stage has no activations for another one")
         known = self._known(hidden, targets)
-        output = self._with_room(lambda: self._without_graph(hidden, known))
-        if not _is_finite(output):
-            raise FloatingPointError("activations that are not finite")
-        return activation_codec.encode(self.codec.down, output).cpu()
+
+        def sent() -> Tensor:
+            output = self._without_graph(hidden, known)
+            if not _is_finite(output):
+                raise FloatingPointError("activations that are not finite")
+            return activation_codec.encode(self.codec.down, output).cpu()
+
+        return self._with_room(sent)
 
     def token_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each of the targets that `loss` takes, without a backward pass: the last stage's work.
@@ -507,20 +507,20 @@ class StagePasses:
         """
         self._module.eval()
         try:
-            return self._with_room(lambda: self._run(hidden.to(self._device), self._set, Known(tokens)).cpu().float())
+            return self._with_room(lambda: self._run(hidden, self._set, Known(tokens)).cpu().float())
         finally:
             self._module.train()
 
     def _graph(self, hidden: Tensor, weights: WeightSet, known: Known, *, logits: bool = True) -> Graph:
-        given = hidden.to(self._device)
         if self._first:
-            return Graph(None, self._run(given, weights, known, logits=logits))
-        leaf = activation_codec.decode(self.codec.down, given).detach().requires_grad_()
+            return Graph(None, self._run(hidden, weights, known, logits=logits))
+        leaf = activation_codec.decode(self.codec.down, hidden.to(self._device)).detach().requires_grad_()
         return Graph(leaf, self._run(leaf, weights, known, logits=logits))
 
     def _run(self, given: Tensor, weights: WeightSet, known: Known, *, logits: bool = True) -> Tensor:
+        here = [None if each is None else each.to(self._device) for each in (given, *known)]
         with self._precision():
-            output: Tensor = functional_call(self._module, weights.leaves, (given, *known), {"logits": logits})
+            output: Tensor = functional_call(self._module, weights.leaves, tuple(here), {"logits": logits})
             return output
 
     def _precision(self) -> AbstractContextManager[object]:
@@ -549,20 +549,26 @@ class StagePasses:
         if graph is None:
             graph = self._with_room(lambda: self._again(origin))
             self._counts["recomputed"] += not self._by_layers
-        output, scaled = graph.output, gradient * self._scale.value if self._scale.adapts else gradient
-        self._spoiling(lambda: torch.autograd.backward(output, scaled.to(output.dtype)))
+        output, scale = graph.output, self._scale
+
+        def backward() -> None:
+            scaled = gradient * scale.value if scale.adapts else gradient
+            torch.autograd.backward(output, scaled.to(output.dtype))
+
+        self._spoiling(backward)
         return graph
 
     def _has_overflowed(self, graph: Graph) -> bool:
         """Say whether a backward pass was beyond the range of float16; halve the factor then, or leave float16."""
         if not self._scale.adapts:
             return False
-        finite = _is_finite(graph.output)
-        if finite and (graph.leaf is None or graph.leaf.grad is None or _is_finite(graph.leaf.grad)):
+        found = (graph.output, None if graph.leaf is None else graph.leaf.grad)
+        output, gradient = self._spoiling(lambda: [each is None or _is_finite(each) for each in found])
+        if output and gradient:
             return False
         self._counts["overflows"] += 1
         self._spoiled = True
-        if not (finite and self._scale.halve()):
+        if not (output and self._scale.halve()):
             self._compute_in_float32()
         return True
 
@@ -577,8 +583,9 @@ class StagePasses:
         """Return the gradient that a backward pass left at its input, as it travels."""
         if graph.leaf is None:
             return None
-        assert graph.leaf.grad is not None
-        return activation_codec.encode(self.codec.back, graph.leaf.grad.div_(self._scale.value), seed()).cpu()
+        gradient, code, factor = graph.leaf.grad, self.codec.back, self._scale.value
+        assert gradient is not None
+        return self._spoiling(lambda: activation_codec.encode(code, gradient.div_(factor), seed()).cpu())
 
     def _again(self, origin: PassInput) -> Graph:
         now = self._type.random_state(self._device)

@@ -132,6 +132,8 @@ class SlowWeightPrefetcher:
     async def _swap(self, conversation: Conversation, accepted: Accept | None) -> None:
         """Swap, once agreed. `accepted`: our answer, still to be sent, where we are the asked."""
         self.swapping = conversation.peer
+        # No memory for two copies; and a meeting that begins meanwhile must not use what this swap replaces.
+        self._prefetch.held = None
         self._prefetch.begun[conversation.peer] += 1
         try:
             if accepted is not None:
@@ -150,8 +152,6 @@ class SlowWeightPrefetcher:
 
     async def _swap_once(self, conversation: Conversation, *, asked: bool) -> None:
         optimiser, version = self._optimiser, self._optimiser.version
-        # No memory for two copies; and a meeting that begins meanwhile must not use what this swap replaces.
-        self._prefetch.held = None
         round, last_met = self._round_state.weight_age
         mine = Probe(
             round=round, last_met=last_met, version=version, holds=NOTHING, slow=optimiser.slow_probe(), fast=None

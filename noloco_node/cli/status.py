@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 
 from noloco_node.cli import options
+from noloco_node.errors import usage_error
 from noloco_node.machine.signals import run, run_until_interrupted
 from noloco_node.network.swarm_clock import CLOCK
 from noloco_node.observe.bottleneck import all_waits
@@ -207,6 +208,12 @@ def watch(
     """Show a swarm at work and its bottleneck: live on a terminal, as lines elsewhere. Ctrl-C ends it."""
     given = places or []
     shown = Shown(once, as_json, options.page_place(web, is_open=web_open))
+    if once and shown.page is not None:
+        raise usage_error(
+            "There is no page to look at.",
+            why="--web shows the swarm for as long as the command runs, and --once ends it at once",
+            hint="leave out one of the two",
+        )
     if journal:
         run_until_interrupted(replay([Path(place) for place in given], shown))
     elif len(given) > 1:

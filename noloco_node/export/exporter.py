@@ -46,6 +46,7 @@ from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary
 from noloco_node.storage.atomic_file import held
 from noloco_node.swarm.access import Visitor, visited
 from noloco_node.swarm.run_distribution import RunFileText
+from noloco_node.tasks import check_wanted, in_thread
 from noloco_node.terminal import say
 
 
@@ -65,9 +66,9 @@ async def export(
     """
     check_export(out, invite, homes, best=best)
     if best:
-        return await asyncio.to_thread(_best_of_homes, out, homes, wanted)
+        return await in_thread(partial(_best_of_homes, out, homes, wanted))
     if invite is None:
-        return await asyncio.to_thread(_from_homes, out, homes, wanted)
+        return await in_thread(partial(_from_homes, out, homes, wanted))
     return await _from_swarm(out, invite, homes, visitor, wanted)
 
 
@@ -94,7 +95,7 @@ async def _from_swarm(
         kept_by = enumerate(stage.kept_by for stage in found)
         snapshots = [parts.replicas(n, (), are_snapshots=True) if by else [] for n, by in kept_by]
         lying = [newest([*filed, *parts.replicas(n, ()), *snapshots[n]], n) for n in range(len(found))]
-        done = await asyncio.to_thread(writer.write_best, found, lying)
+        done = await in_thread(partial(writer.write_best, found, lying))
         parts.remove()
         return done
 
@@ -113,8 +114,11 @@ def of_homes(homes: Sequence[Path], recipe: RunFileText) -> list[ReplicaFile]:
 
 def merge_files(filed: Sequence[ReplicaFile], recipe: RunFileText, layout: Dimensions) -> list[MergedReplicas]:
     """Return every stage, merged from these files; raise `UserError` if a stage is missing."""
-    rounds_behind = recipe.run.outer.staleness_at_most
-    return [merged(number, newest(filed, number), shapes, rounds_behind) for number, shapes in enumerate(layout.shapes)]
+    rounds_behind, stages = recipe.run.outer.staleness_at_most, list[MergedReplicas]()
+    for number, shapes in enumerate(layout.shapes):
+        check_wanted()
+        stages.append(merged(number, newest(filed, number), shapes, rounds_behind))
+    return stages
 
 
 def _base_of(recipe: RunFileText, homes: Sequence[Path], wanted: adapter_files.AdapterExport) -> list[Path]:

@@ -23,6 +23,7 @@ from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, Replic
 from noloco_node.planning.model_layout import ModelLayout, frozen_whole
 from noloco_node.run.config import RunConfig
 from noloco_node.state_sync.replica_mean import FACTOR, LeftOut
+from noloco_node.tasks import check_wanted
 from noloco_node.terminal import say
 
 JUDGED_TOKENS = 4096  # judge a replica, one batch at least: few will do, because all replicas read the same
@@ -154,6 +155,7 @@ class _Judgement(NamedTuple):
 
     def _loss(self) -> float:
         """Return the loss of the model as it is; infinite if it is not finite."""
+        check_wanted()
         loss = self.model.loss().mean
         return loss if math.isfinite(loss) else math.inf
 

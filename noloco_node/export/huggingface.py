@@ -29,6 +29,7 @@ from noloco_node.export.model_card import CARD, CURVE, Library, held_out_curve, 
 from noloco_node.export.sources import ADAPTER_CONFIG, NOTES, Provenance, check_target
 from noloco_node.run.config import DataConfig, ModelConfig
 from noloco_node.storage.atomic_file import flush, locked_aside
+from noloco_node.tasks import check_wanted
 from noloco_node.terminal import say
 from pipeline.partition import skeleton
 
@@ -157,11 +158,14 @@ def _written_aside(directory: Path) -> Iterator[Path]:
     try:
         with locked_aside(directory) as aside:
             check_target(directory)
+            check_wanted()
             yield aside
             _follow_umask(aside)
             for path in sorted(aside.rglob("*")):
+                check_wanted()
                 flush(path)
             flush(aside)
+            check_wanted()
             os.rename(aside, directory)
         flush(directory.absolute().parent)
     except (OSError, SafetensorError) as error:

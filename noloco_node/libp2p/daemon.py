@@ -72,6 +72,7 @@ class Daemon:
         self._ready = asyncio.Event()
         self._partial = b""
         self._words: deque[str] = deque(maxlen=8)
+        self._ended = ""
         os.set_blocking(self._output.fileno(), False)
         self._loop.add_reader(self._output.fileno(), self._read_output)
 
@@ -94,6 +95,11 @@ class Daemon:
         """Say whether the daemon is gone; its sockets break a moment before we know."""
         await asyncio.wait({self.died}, timeout=_NEWS_S)
         return self.died.done()
+
+    def end(self, why: str) -> None:
+        """End a daemon that is of no use any more; `why`: its last words."""
+        self._ended = why
+        self._process.kill()
 
     async def stop(self) -> None:
         try:
@@ -124,6 +130,8 @@ class Daemon:
             self._ready.set()
 
     def _last_words(self) -> str:
+        if self._ended:
+            return self._ended
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(_END_S)
             if code == -signal.SIGKILL:

@@ -64,6 +64,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _ATTEMPTS = 3
 REJOIN_S = 15.0  # between two looks at who is connected
+MISSED, ANSWER_S = 3, 15.0  # our daemon hangs if it leaves so many questions in a row without an answer for so long
 _GREETED = 4  # at one look
 _TIME_EVERY = 4  # looks: then one more peer is asked for its time of day, or sooner several where that is in doubt
 _RELAY_S = 10.0  # a relay has so long to give us a place
@@ -400,7 +401,7 @@ class JoinedDaemon:
     async def neighbours(self) -> list[PeerAddress]:
         """Return whom we are connected with, and where; our relays take no part in the swarm and do not count."""
         pb = self._parts.messages
-        answer = await self.control.ask(pb.Request(type=pb.Request.LIST_PEERS), REJOIN_S)
+        answer = await self.control.ask(pb.Request(type=pb.Request.LIST_PEERS), ANSWER_S)
         ours = {parse_peer_address(text).peer for text in self._config.relays}
         found = [
             (place, self._parts.peer_text(entry.id)) for entry in answer.peers for place in map(place_text, entry.addrs)
@@ -415,13 +416,23 @@ class JoinedDaemon:
         outlast a minute without a line, after which the DHT has forgotten peers: greet some of those. A line that was
         down between two parts of the swarm leaves each part complete for itself, and nobody lacks anything: so knock
         at one that is away, too, each time at another one.
+
+        A daemon that hangs is ended: nothing else tells it from a swarm in which nobody is left.
         """
-        look, door_peers = 0, {door.peer for door in doors}
+        look, missed, door_peers = 0, 0, {door.peer for door in doors}
         while True:
             look += 1
             is_doubted = CLOCK.is_doubted()
             with contextlib.suppress(ConnectionError, UserError):
-                present = await self.neighbours()
+                try:
+                    present = await self.neighbours()
+                except ConnectionAbortedError:
+                    # One alone may be of the time in which this process stood still.
+                    missed += 1
+                    if missed >= MISSED:
+                        self.daemon.end(f"it hung: it gave no answer for {MISSED * ANSWER_S:g} s")
+                    continue
+                missed = 0
                 met.note(present)
                 if present:
                     strangers = [each for each in present if not self.records.is_neighbour(self._id_of(each))]

@@ -36,6 +36,7 @@ REFUSED: list[tuple[list[str], Exit]] = [
     (["bootstrap", "--home", ""], Exit.USAGE),
     (["watch", "nonsense"], Exit.CONFIG),
     (["watch", "--journal", "nowhere"], Exit.CONFIG),
+    *((["watch", what, "--once", "--web", "0"], Exit.USAGE) for what in (INVITE, "--journal")),
     (["doctor", "nonsense"], Exit.CONFIG),
     (["bootstrap", "--run", "nowhere.toml"], Exit.CONFIG),
     (["bootstrap", "--run", "broken.toml"], Exit.CONFIG),

@@ -9,16 +9,22 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from limits import LAST_RESORT_S
 
 from benchmarks.structure.source import read_tree
+from noloco_node import tasks
 from noloco_node.errors import Exit
+from noloco_node.export import huggingface
+from noloco_node.export.sources import Provenance
 from noloco_node.journal import events
 from noloco_node.journal.writer import Journal
 from noloco_node.machine import signals
 from noloco_node.machine.signals import STOPS, run, run_until_interrupted, unwound
+from noloco_node.run.presets import demo_run_text
 
 HANDLERS = ("signal.signal(", "add_signal_handler(")
 SETS_HANDLERS = {"noloco_node.machine.signals", "noloco_node.demo.child_processes"}
@@ -205,3 +211,52 @@ def test_one_place_sets_the_handlers_of_signals() -> None:
     modules = read_tree().modules
     found = {name for name, module in modules.items() if any(each in module.text for each in HANDLERS)}
     assert {name for name in found if name.startswith("noloco_node.")} == SETS_HANDLERS
+
+
+NOTES = Provenance(
+    run_id="ab" * 32,
+    rounds=(4,),
+    replicas=(1,),
+    untied=False,
+    run_file=demo_run_text(stages=1, replicas=1, steps=100, seed=0),
+)
+MOMENTS = ("save_file", "_write_notes", "_follow_umask", "flush", "locked_aside")
+"""In the writing of a checkpoint: functions that are called before it is in its place, and after."""
+
+
+@pytest.mark.parametrize("number", STOPS)
+@pytest.mark.parametrize("is_after", [False, True])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_an_interrupted_export_leaves_nothing_or_says_what_it_wrote(
+    moment: str, is_after: bool, number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the last `flush` the directory is in its place."""
+    step, calls = getattr(huggingface, moment), 0
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), number)
+        given_up = tasks.GIVEN_UP.get()
+        assert given_up is not None
+        assert given_up.wait(LAST_RESORT_S)
+
+    def interrupted(*given: Any, **more: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1 and not is_after:
+            interrupt()
+        done = step(*given, **more)
+        if is_after and (moment != "flush" or given == (tmp_path,)):
+            interrupt()
+        return done
+
+    monkeypatch.setattr(huggingface, moment, interrupted)
+    out, parameters = tmp_path / "model", {"weight": torch.ones(3)}
+    writing = tasks.in_thread(lambda: huggingface.write_parameters(out, parameters, NOTES))
+    if is_after and moment == "flush":
+        run(writing)
+        assert {path.name for path in out.iterdir()} >= {huggingface.PARAMETERS, "noloco.json"}
+        return
+    with pytest.raises(SystemExit) as left:
+        run(writing)
+    assert left.value.code == Exit.INTERRUPTED
+    assert not list(tmp_path.iterdir())

@@ -134,27 +134,6 @@ def test_each_file_says_which_session_goes_on_in_it(tmp_path: Path) -> None:
     assert not any(isinstance(event, Started) for event in read(path))
 
 
-def test_a_full_disk_costs_events_and_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "journal.jsonl"
-    real, room = os.write, [200]
-
-    def write(file: int, data: bytes) -> int:
-        if room[0] <= 0:
-            raise OSError(28, "No space left on device")
-        taken = real(file, data[: room[0]])
-        room[0] -= taken
-        return taken
-
-    with Journal(path) as journal:
-        monkeypatch.setattr(os, "write", write)
-        journal.write(step(1))
-        journal.write(step(2))  # torn in the middle
-        journal.write(step(3))  # refused
-        room[0] = 10_000
-        journal.write(step(4))
-    assert steps(path) == [1, 4]
-
-
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 2.0 * TAKEN_S)), max_size=40))
 def test_a_loss_is_told_when_it_begins_and_counted_when_it_ends(story: list[tuple[bool, float]]) -> None:
     """Each line: whether the disk takes it, whole or in part, and how long after the one before it comes."""

@@ -24,7 +24,7 @@ from event_loops import on_both_loops, on_uvloop
 from handlers import Work, echo
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from limits import PATIENT, RECORD_S
+from limits import LAST_RESORT_S, PATIENT, RECORD_S
 from sample_messages import ASKS, Ask, Bulk
 from user_errors import user_error
 
@@ -241,6 +241,19 @@ async def test_a_daemon_that_is_killed_is_lost_at_once_and_another_takes_its_pla
             await asyncio.sleep(0.1)
         assert await one.read("key") == {other.peer_id: b"x"}
         assert await one.read_all(["another", "key"]) == [{}, {other.peer_id: b"x"}]
+
+
+async def test_a_daemon_that_hangs_is_told_of_as_such_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libp2p_network, "REJOIN_S", 0.5)
+    monkeypatch.setattr(libp2p_network, "ANSWER_S", 1.0)
+    told: asyncio.Queue[str] = asyncio.Queue()
+    async with peer(tell=told.put_nowait) as (one, daemon):
+        before = (one.peer_id, await one.addresses())
+        os.kill(daemon, signal.SIGSTOP)
+        async with asyncio.timeout(LAST_RESORT_S):
+            assert "our libp2p daemon died (it hung: it gave no answer for" in await told.get()
+            assert "back in the swarm" in await told.get()
+        assert (one.peer_id, await one.addresses()) == before
 
 
 async def test_daemons_that_die_again_and_again_are_given_up() -> None:

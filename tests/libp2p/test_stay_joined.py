@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from noloco_node.admission.ticket import peer_of
 from noloco_node.libp2p import network as libp2p_network
 from noloco_node.libp2p.addresses import KnownPeers, PeerAddress, relay_record
-from noloco_node.libp2p.network import JoinedDaemon, Libp2pNetwork
+from noloco_node.libp2p.network import MISSED, JoinedDaemon, Libp2pNetwork
 from noloco_node.libp2p.settings import RunSecret, TimeoutSettings
 from noloco_node.network.swarm_clock import SwarmClock
 
@@ -74,6 +74,41 @@ async def test_a_virtual_machine_that_was_paused_knows_the_time_within_two_minut
     await asyncio.sleep(3600.0)
     assert asked < (800 if wall_stood_still else 70), "a machine whose own clock stays wrong asks on"
     staying.cancel()
+
+
+@given(st.lists(st.sampled_from([None, ConnectionAbortedError]), max_size=30))
+async def test_a_daemon_is_ended_once_it_misses_several_answers_in_a_row(
+    answers: list[type[ConnectionError] | None],
+) -> None:
+    """One or two may be missed, as by a process that stood still."""
+    story, ended = iter(answers), list[int]()
+    over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    looks = 0
+
+    async def neighbours() -> list[PeerAddress]:
+        nonlocal looks
+        error = next(story, over)
+        if ended or error is over:
+            over.cancel()
+            await asyncio.get_running_loop().create_future()
+        looks += 1
+        if error is not None:
+            raise error
+        return []
+
+    async def knock(*_: object) -> list[PeerAddress]:
+        return []
+
+    joined: Any = JoinedDaemon.__new__(JoinedDaemon)
+    joined.peer_id, joined.rejoined, joined.neighbours, joined._timeouts = "me", 0, neighbours, TimeoutSettings()
+    joined.control = SimpleNamespace(knock=knock)
+    joined.daemon = SimpleNamespace(end=lambda _: ended.append(looks))
+    staying = asyncio.create_task(joined.stay_joined([], KnownPeers()))
+    await asyncio.wait({over})
+    staying.cancel()
+    missed = [error is ConnectionAbortedError for error in answers]
+    in_a_row = [end for end in range(MISSED, len(missed) + 1) if all(missed[end - MISSED : end])]
+    assert ended == in_a_row[:1]
 
 
 @given(st.integers(0, 300))

@@ -175,21 +175,6 @@ async def test_a_stage_without_replicas_is_named_with_what_to_do_until_one_comes
     assert [(event.what, event.over) for event in noticed] == [("stage 1", False)] * 3 + [("stage 1", True)]
 
 
-async def test_a_dht_out_of_reach_is_our_trouble_and_no_stage_is_called_empty() -> None:
-    scene = await watched()
-    for number, name in enumerate("bcde"):
-        scene.peer(name, 1 + number % 2)
-    await asyncio.sleep(50)
-    scene.hub.silence("a")
-    await asyncio.sleep(200)
-    (line,) = scene.said
-    assert "nothing was heard of the swarm for" in line
-    assert [len(stage) for stage in scene.membership.roster.stages] == [1, 2, 2]
-    scene.hub.resume("a")
-    await asyncio.sleep(20)
-    assert scene.said[1:] == ["the swarm is heard again"]
-
-
 async def test_what_cannot_be_seen_any_more_is_not_called_over() -> None:
     scene = await watched()
     for name in "bcd":

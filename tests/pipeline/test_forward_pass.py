@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from small_stages import VOCABULARY, cuts, drawn_ids, make_stage, prepared
 from torch import Tensor, nn
 from torch.nn import functional
@@ -409,13 +411,43 @@ def test_where_the_old_weights_cannot_stay_their_passes_are_given_up(
     assert torch.equal(stage.forward(ids(2)).output, calm.forward(ids(2)).output)
 
 
-def test_the_last_stage_without_memory_loses_its_window_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = staged("gpt2", 1)
-    Scarce(monkeypatch).backwards(stage)
-    with pytest.raises(MemoryError):
-        stage.loss(torch.randn(2, 9, 32), ids(0))
-    assert not stage.step(1e-2, 1).applied
-    assert stage.loss(torch.randn(2, 9, 32), ids(0)).tokens == 18
+class ScarceAt(TorchDispatchMode):
+    """Lets operations with floating-point numbers fail, from the n-th on or that one alone."""
+
+    def __init__(self, number: int, *, once: bool) -> None:
+        super().__init__()
+        self._left, self._once = number, once
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), named: Any = None) -> Any:
+        self._left -= any(isinstance(each, Tensor) and each.is_floating_point() for each in args)
+        if self._left == 0 or (self._left < 0 and not self._once):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return function(*args, **(named or {}))
+
+
+@settings(max_examples=100)
+@given(
+    st.sampled_from(["forward", "activations", "backward", "loss", "token_losses"]),
+    st.integers(1, 350),
+    st.booleans(),
+    st.sampled_from([None, torch.float16]),
+)
+def test_wherever_memory_runs_out_it_is_said_and_no_part_of_a_gradient_counts(
+    job: str, number: int, once: bool, autocast: torch.dtype | None
+) -> None:
+    last, codec = job in ("loss", "token_losses"), ACTIVATION_CODECS["int5-int3"]
+    stage = staged("llama", int(last), codec="int5-int3", autocast=autocast)
+    came = (encode(codec.down, torch.ones(2, 9, 32)), ids(0)) if last else (ids(0),)
+    if job == "backward":
+        work, came = stage.forward(ids(0)).backward, (encode(codec.back, torch.ones(2, 9, 32)),)
+    else:
+        work = getattr(stage, job)
+    try:
+        with ScarceAt(number, once=once):
+            work(*came)
+    except MemoryError:
+        if job in ("backward", "loss") and any(gradient is not None for gradient in gradients(stage)):
+            assert not stage.step(1e-2, 1).applied
 
 
 def test_a_step_without_memory_for_the_norm_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:

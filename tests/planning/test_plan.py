@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from user_errors import user_error
 
 from gossip.rounds.matching import steps_per_round
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit
 from noloco_node.machine.memory import GraphBytes, bytes_beside, usable_bytes
 from noloco_node.planning.bandwidth import PROBE_BYTES
 from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
@@ -304,12 +304,6 @@ def test_a_model_that_does_not_fit_is_refused(architecture: str, change: dict[st
     with user_error(Exit.CONFIG) as caught:
         plan(run_with(architecture, {**LLAMA, **change}))
     assert says in str(caught.value)
-
-
-def test_a_family_that_cannot_be_cut_is_refused() -> None:
-    # This one rescales its embeddings outside the layers.
-    with pytest.raises(UserError, match=r"granite.*outside its layers"):
-        plan(run_with("granite", LLAMA | {"embedding_multiplier": 12.0}))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

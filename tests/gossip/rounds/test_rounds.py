@@ -12,8 +12,8 @@ import torch
 from toy_gossip import CUT, SWALLOW, Line, Toy, ToySettings, World, changed, gossiping, live
 
 from gossip.exchange.messages import Accept, Acknowledge, Decline, DeclineReason, Propose
-from gossip.interface import Candidate, Origin, RoundSkipped
-from gossip.rule.outer_step import Outer, OuterState
+from gossip.interface import Candidate, RoundSkipped
+from gossip.rule.outer_step import Outer
 from gossip.settings import RoundTimeouts
 from noloco_node.sim.clock import run
 
@@ -89,32 +89,6 @@ def test_a_replica_one_round_behind_or_ahead_heals_and_meets(late: int, ahead: b
     assert sum(toy.rounds.statistics()["healed"] for toy in toys) >= 1
 
 
-def test_who_is_declined_learns_the_others_round() -> None:
-    world = World()
-
-    async def decline(line: Line) -> None:
-        await line.receive()
-        await line.send(Decline(reason=DeclineReason.MET, retry_after_s=5.0, round=2))
-
-    world.answerers["b"] = decline
-    toy = Toy(world, "a", SETTINGS)
-    toy.stale_list = (Candidate("b", 0),)
-    run(live([toy], 22))
-    statistics = toy.rounds.statistics()
-    assert (statistics["round"], statistics["healed"]) == (2, 1)
-
-
-def test_a_liars_round_number_drags_nobody() -> None:
-    lie = changed("p03", Propose | Accept | Decline, lambda message: replace(message, round=10**12))
-    toys = swarm(World(tamper=lie), 4)
-    for toy in toys:
-        toy.stale_list = tuple(
-            Candidate(other.name, 10**12 if other.name == "p03" else 0) for other in toys if other is not toy
-        )
-    run(live(toys, 45))
-    assert all(toy.rounds.finished <= 5 for toy in toys)
-
-
 # One meeting.
 
 
@@ -137,19 +111,6 @@ def test_crossed_proposals_meet_exactly_once(settings: ToySettings) -> None:
     assert first.slow == second.slow
 
 
-@pytest.mark.parametrize("later", ["behind", "ahead"])
-def test_both_sides_count_the_higher_round_number(later: str) -> None:
-    world = World()
-    behind, ahead = (
-        Toy(world, name, SETTINGS, rounds=rounds, step_s=1.02 if name == later else 1.0)
-        for name, rounds in (("behind", 8), ("ahead", 9))
-    )
-    # The rosters are old: each believes that the other is where it is itself.
-    behind.stale_list, ahead.stale_list = (Candidate("ahead", 8),), (Candidate("behind", 9),)
-    run(live([behind, ahead], 25))
-    assert [(toy.met[0].round, toy.rounds.finished) for toy in [behind, ahead]] == [(10, 10), (10, 10)]
-
-
 def test_snapshots_are_kept_while_the_exchange_lasts_longer_than_a_round() -> None:
     world = World(latency_s=5.0)
     patient = replace(SETTINGS, patience=RoundTimeouts(answer_s=20.0), overlap_steps=19)
@@ -162,26 +123,6 @@ def test_snapshots_are_kept_while_the_exchange_lasts_longer_than_a_round() -> No
         assert step is toy.met[0]
         assert step.staleness >= 20
         assert toy.slow == pytest.approx(20.0 - 0.7 * (20.0 - mean), rel=1e-6)
-
-
-def test_slow_weights_travel_only_where_the_rule_needs_them() -> None:
-    outer = Outer(alpha=0.4, beta=0.7, gamma=0.5)
-
-    world = World()
-    settings = replace(SETTINGS, **outer._asdict())
-    toys = []
-    for name, optimum, slow in (("a", 10.0, 20.0), ("b", 16.0, 24.0)):
-        state = OuterState((torch.full((4,), slow),), (torch.zeros(4),))
-        toys.append(Toy(world, name, settings, optimum=optimum, origin=Origin(state)))
-        toys[-1].fast = torch.full((4,), 20.0)
-    run(live(toys, 21))
-    mean = fmean(trained(20.0, toy.optimum, 20) for toy in toys)
-    for toy, slow in zip(toys, (20.0, 24.0), strict=True):
-        assert toy.slow == pytest.approx(slow - 0.7 * (22.0 - mean) - 0.5 * (slow - 22.0), rel=1e-6)
-        # Probes ahead of the round and in it; the slow weights once.
-        assert toy.met[0].bytes_sent == 4 * (4 + 4 + 4 + 4)
-        assert toy.rounds.statistics()["spared"] == toy.rounds.statistics()["sent_ahead"] == 1
-        assert toy.met[0].gap == pytest.approx(2.0 / 22.0)
 
 
 async def test_a_snapshot_is_retaken_while_nobody_comes() -> None:
