@@ -8,8 +8,8 @@ The list of revocations goes along with both: a peer that has a later one hands 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -91,12 +91,11 @@ class AdmissionHook(NetworkHook):
         if refusals:
             raise not_admitted(told(refusals))
 
-    @asynccontextmanager
-    async def calling(self, peer: str) -> AsyncIterator[None]:
+    async def calling(self, peer: str, dial: Callable[[], Awaitable[Conversation]]) -> Conversation:
         self.check(peer)
         await self.introduce(peer)
         try:
-            yield
+            return await dial()
         except ConnectionError as error:
             self.lost(peer, error)
             raise

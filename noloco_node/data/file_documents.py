@@ -12,6 +12,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+import stat
 import sysconfig
 import zlib
 from collections import deque
@@ -254,6 +255,9 @@ def _text_of(piece: TextRange, unread: UnreadText | None = None) -> str:
     """Read a piece; return "" if it is gone or no text. `unread`: counts that, and replaced characters."""
     unread = UnreadText(tell=None) if unread is None else unread
     try:
+        if not stat.S_ISREG(piece.path.stat().st_mode):  # a pipe in a file's place would wait for its writer for ever
+            unread.note("is no file any more and is left out", piece.name)
+            return ""
         with piece.path.open("rb") as file:
             start = _line_end(file, piece.start, piece.size)
             file.seek(start)

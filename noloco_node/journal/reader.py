@@ -16,6 +16,7 @@ from noloco_node.journal.writer import rotated
 from noloco_node.storage.home import JOURNAL
 
 LONGEST_LINE_BYTES = 2**20  # no event is that long
+END_BYTES = 4096  # by so many bytes before the place where we read a file is known again
 
 
 def read(path: Path) -> Iterator[Event]:
@@ -50,6 +51,8 @@ class Tail:
         self._file = -1
         self._inode = -1
         self._rest = b""
+        self._read, self._end = 0, b""
+        """How many bytes of this file we have read, and the last of them."""
 
     def poll(self) -> list[Event]:
         """Return the events written since the last call, at most about a mebibyte."""
@@ -59,10 +62,11 @@ class Tail:
         chunk = os.read(self._file, LONGEST_LINE_BYTES)
         if not chunk and moved_on:
             os.close(self._file)
-            self._rest = b""
             if not self._open():
+                self._rest = b""
                 return []
             chunk = os.read(self._file, LONGEST_LINE_BYTES)
+        self._read, self._end = self._read + len(chunk), (self._end + chunk)[-END_BYTES:]
         *lines, rest = (self._rest + chunk).split(b"\n")
         self._rest = rest[-LONGEST_LINE_BYTES:]  # what is cut here would not decode anyway
         return [event for line in lines if line and (event := decode(line)) is not None]
@@ -70,7 +74,7 @@ class Tail:
     def close(self) -> None:
         if self._file >= 0:
             os.close(self._file)
-        self._file, self._rest = -1, b""
+        self._file, self._rest, self._read, self._end = -1, b"", 0, b""
 
     def _open(self) -> bool:
         try:
@@ -79,6 +83,11 @@ class Tail:
             self._file = -1
             return False
         self._inode = os.fstat(self._file).st_ino
+        # The same file with another number, as some file systems give it: going on where we were.
+        if self._read and os.pread(self._file, len(self._end), self._read - len(self._end)) == self._end:
+            os.lseek(self._file, self._read, os.SEEK_SET)
+        else:
+            self._rest, self._read, self._end = b"", 0, b""
         return True
 
     def _moved_on(self) -> bool:

@@ -43,7 +43,7 @@ class Journal(AbstractContextManager["Journal"]):
     ) -> None:
         """Open `path` for appending; raise `UserError` where it cannot be opened at all. `tell`: warns the owner."""
         self._path, self._max_bytes, self._now, self._tell = path, max_bytes, now, tell
-        self._closed = False
+        self._closed, self._last = False, b""
         self._lost, self._lost_at = 0, 0.0  # lines that the disk refused, and when the last one was
         self._session: events.Started | None = None
         hint = "free some space, or give another directory with --home"
@@ -69,10 +69,16 @@ class Journal(AbstractContextManager["Journal"]):
     def _write(self, event: Event, at: float) -> None:
         line = _line(event, at)
         size, is_there = self._found()
-        if not is_there or (size and size + self._torn + len(line) > self._max_bytes):
-            self._rotate(replaces=is_there)
-            if self._session is not None:
-                self._append(_line(events.Continued(**msgspec.structs.asdict(self._session)), at))
+        begins = False
+        if not is_there:
+            self._reopen()
+            size = os.fstat(self._file).st_size
+            begins = not self._ends_in_last(size)
+        if size and size + self._torn + len(line) > self._max_bytes:
+            self._rotate()
+            begins = True
+        if begins and self._session is not None:
+            self._append(_line(events.Continued(**msgspec.structs.asdict(self._session)), at))
         self._append(line)
 
     def _found(self) -> tuple[int, bool]:
@@ -101,6 +107,7 @@ class Journal(AbstractContextManager["Journal"]):
         self._torn = os.write(self._file, line) < len(line)
         if self._torn:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._last = line
 
     def close(self) -> None:
         """Close the file, once or more often; later events are lost."""
@@ -110,10 +117,17 @@ class Journal(AbstractContextManager["Journal"]):
             os.close(self._file)
         self._file, self._closed = -1, True
 
-    def _rotate(self, *, replaces: bool = True) -> None:
-        """Begin a file; `replaces`: the present one becomes the older half."""
-        if replaces:
-            os.replace(self._path, rotated(self._path))
+    def _ends_in_last(self, size: int) -> bool:
+        """Say whether the file ends in the line that we wrote last: some file systems change the numbers of files."""
+        length = len(self._last)
+        return 0 < length <= size and os.pread(self._file, length, size - length) == self._last
+
+    def _rotate(self) -> None:
+        """Begin a file; the present one becomes the older half."""
+        os.replace(self._path, rotated(self._path))
+        self._reopen()
+
+    def _reopen(self) -> None:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1  # stays so when the next line raises, and the next write tries again

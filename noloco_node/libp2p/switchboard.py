@@ -32,6 +32,8 @@ _MOST_OFFENDERS = 1024
 _MOST_STREAMS = 4
 """Open streams, those that only linger included, to one conversation that may be answered: of all peers together and of
 each, our own to it included, and from each public address prefix, as which all relays count.
+
+Of these, and of the conversations, a prefix never has more than are left: a few prefixes cannot take them all.
 """
 
 
@@ -188,7 +190,8 @@ class Switchboard:
         is_crowded = len(self._streams) >= _MOST_STREAMS * self._capacity.conversations
         is_crowded |= self._liveness.streams(peer) >= _MOST_STREAMS * self._capacity.per_peer
         prefix = crowd_of(origin)
-        if is_crowded or self._open_by_prefix[prefix] >= _MOST_STREAMS * self._capacity.per_prefix:
+        left = _MOST_STREAMS * self._capacity.conversations - len(self._streams)
+        if is_crowded or self._open_by_prefix[prefix] >= min(_MOST_STREAMS * self._capacity.per_prefix, left):
             raise ConnectionResetError("too many streams linger here")
         schema, handler = self._topics[topic]
         protocol, traffic = self._protocol(peer, schema), self._topic_traffic(topic)
@@ -202,9 +205,11 @@ class Switchboard:
         elif self._answering[peer] >= self._capacity.per_peer:
             self._counts["conversations.busy"] += 1
             stream.fail(f"busy with {self._capacity.per_peer} conversations of yours")
-        elif prefix and self._by_prefix[prefix] >= self._capacity.per_prefix:
+        elif prefix and self._by_prefix[prefix] >= min(
+            self._capacity.per_prefix, self._capacity.conversations - self._answering.total()
+        ):
             self._counts["conversations.busy"] += 1
-            stream.fail(f"busy with {self._capacity.per_prefix} conversations from {prefix}")
+            stream.fail(f"busy with {self._by_prefix[prefix]} conversations from {prefix}")
         else:
             self._counts["conversations.answered"] += 1
             self._answering[peer] += 1

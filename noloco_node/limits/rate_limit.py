@@ -17,8 +17,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from noloco_node.limits.budget import SMALL_BYTES, OwnerLimits, full_bucket, give_back, take
@@ -154,9 +154,8 @@ class LimitHook(NetworkHook):
         conversation.limit(self.up.pace(in_round=in_round), self.down.pace(in_round=in_round))
         return conversation
 
-    @contextmanager
-    def answering(self, conversation: Conversation, topic: str) -> Iterator[Conversation]:
-        yield self.opened(conversation, topic)
+    def answering(self, conversation: Conversation, topic: str) -> AbstractContextManager[Conversation]:
+        return nullcontext(self.opened(conversation, topic))
 
     def statistics(self) -> dict[str, int | float]:
         """Return under `budget.` what is allowed and used, in bytes (a second)."""

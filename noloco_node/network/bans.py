@@ -7,8 +7,8 @@ one person may own many identities. docs/design/network.md has the numbers, and 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from itertools import islice
@@ -95,9 +95,9 @@ class BanHook(NetworkHook):
         self._good_since_s: OrderedDict[str, float] = OrderedDict()
         """When a conversation that each peer opened first ended without a violation; the last to talk comes last."""
 
-    def calling(self, peer: str) -> AbstractAsyncContextManager[None]:
+    async def calling(self, peer: str, dial: Callable[[], Awaitable[Conversation]]) -> Conversation:
         self._refuse_banned(peer)
-        return super().calling(peer)
+        return await dial()
 
     def lost(self, peer: str, error: ConnectionError) -> None:
         if isinstance(error, Violation):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -45,26 +45,22 @@ class HookedNetwork:
     @asynccontextmanager
     async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Conversation]:
         talk = self._network.talk(peer, topic, schema)
-        conversation = await self._enter(talk, peer)
-        async with _Entered(talk):
+        dial = talk.__aenter__
+        for hook in reversed(self._hooks):
+            dial = partial(hook.calling, peer, dial)
+        conversation = await dial()
+        try:
             for hook in self._hooks:
                 conversation = hook.opened(conversation, topic)
-            try:
-                yield conversation
-            except ConnectionError as error:
+            yield conversation
+        except BaseException as error:
+            if isinstance(error, ConnectionError):
                 for hook in self._hooks:
                     hook.lost(peer, error)
+            if not await talk.__aexit__(type(error), error, error.__traceback__):
                 raise
-
-    async def _enter(self, talk: AbstractAsyncContextManager[Conversation], peer: str) -> Conversation:
-        """Open a conversation within the contexts of all hooks, of which nothing stays behind: many are kept open."""
-        async with AsyncExitStack() as opened:
-            async with AsyncExitStack() as calling:
-                for hook in self._hooks:
-                    await calling.enter_async_context(hook.calling(peer))
-                conversation = await opened.enter_async_context(talk)
-            opened.pop_all()
-        return conversation
+        else:
+            await talk.__aexit__(None, None, None)
 
     async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
         for hook in self._hooks:
@@ -99,21 +95,6 @@ class HookedNetwork:
         for hook in self._hooks:
             counts |= hook.statistics()
         return counts
-
-
-class _Entered:
-    """A context that was entered before, and ends with this one."""
-
-    __slots__ = ("_context",)
-
-    def __init__(self, context: AbstractAsyncContextManager[object]) -> None:
-        self._context = context
-
-    async def __aenter__(self) -> None:
-        """Do nothing."""
-
-    async def __aexit__(self, *error: Any) -> bool | None:
-        return await self._context.__aexit__(*error)
 
 
 class HookedConversation:

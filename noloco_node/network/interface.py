@@ -105,9 +105,12 @@ Records = Mapping[str, bytes] | None  # the records under one key, by subkey; No
 class NetworkHook:
     """One concern of a `calls.HookedNetwork`; this one adds nothing."""
 
-    def calling(self, peer: str) -> AbstractAsyncContextManager[None]:
-        """Return a context to hold while we open a conversation; ConnectionRefusedError where we must not."""
-        return nullcontext()
+    async def calling(self, peer: str, dial: Callable[[], Awaitable[Conversation]]) -> Conversation:
+        """Return the conversation that `dial` opens; ConnectionRefusedError where we must not open one.
+
+        Raises nothing once it is open.
+        """
+        return await dial()
 
     def opened(self, conversation: Conversation, topic: str) -> Conversation:
         """Return a conversation that we have opened with what the hook adds to it."""

@@ -17,11 +17,10 @@ silence is a gap like others.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from noloco_node.network.interface import NetworkHook
+from noloco_node.network.interface import Conversation, NetworkHook
 from noloco_node.tasks import loop_s
 
 MEAN_WEIGHT, DEVIATION_WEIGHT, DEVIATIONS = 1 / 8, 1 / 4, 4.0
@@ -111,13 +110,12 @@ class DialTimeouts(NetworkHook):
         self._timing = AdaptiveTimeout(DIALS)
         self._given_up = 0
 
-    @asynccontextmanager
-    async def calling(self, peer: str) -> AsyncIterator[None]:
+    async def calling(self, peer: str, dial: Callable[[], Awaitable[Conversation]]) -> Conversation:
         """Open a conversation within what is usual for the peer, and learn from what it took."""
         begun_s, limit_s = loop_s(), self._timing.deadline_s(peer)
         try:
             async with asyncio.timeout(limit_s) as limit:
-                yield
+                conversation = await dial()
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -125,6 +123,7 @@ class DialTimeouts(NetworkHook):
             self._given_up += 1
             raise ConnectionRefusedError(f"{peer} did not take a call within {limit_s:.1f} s") from None
         self._timing.took(peer, loop_s() - begun_s)
+        return conversation
 
     def statistics(self) -> dict[str, int | float]:
         return {"dials.given_up": self._given_up}

@@ -338,6 +338,8 @@ def test_pieces_end_at_line_ends(tmp_path: Path) -> None:
     assert all(text.startswith("line") and text.endswith("\n") for text in texts)
     assert "".join(texts) == file.read_text()
     assert _text_of(TextRange(tmp_path / "gone", "gone", 0, 5, 5)) == ""
+    os.mkfifo(tmp_path / "pipe")  # that took the place of a file: to open it would wait for a writer
+    assert _text_of(TextRange(tmp_path / "pipe", "pipe", 0, 5, 5)) == ""
 
 
 def test_the_standard_library_is_whole_modules_without_tests_or_packages() -> None:

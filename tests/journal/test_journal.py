@@ -5,6 +5,7 @@ import os
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -210,6 +211,48 @@ def test_a_journal_that_its_owner_moves_or_removes_goes_on_where_it_belongs(stor
                 assert path.stat().st_size <= 800
             if story[-1:] == ["remove"]:
                 assert any(isinstance(event, Continued) for event in read(path)), "a new file says whose it is"
+
+
+@given(st.lists(st.sampled_from(["write", "copy", "look"]), max_size=60), st.booleans(), st.integers(1, 3))
+def test_no_line_is_lost_or_told_twice_though_files_change_their_numbers(
+    story: list[str], is_link: bool, often: int
+) -> None:
+    """As on some network file systems. A journal may be a link to another disk, too, until it is rotated."""
+    stat, looks = os.stat, 0
+
+    def unstable(*given: Any, **more: Any) -> os.stat_result:
+        nonlocal looks
+        looks += 1
+        found = list(stat(*given, **more))
+        found[1] += (looks // often) << 40  # the number of no other file
+        return os.stat_result(found)
+
+    seen = list[Any]()
+    with tempfile.TemporaryDirectory() as directory:
+        path, away = Path(directory) / "journal.jsonl", Path(directory) / "away.jsonl"
+        if is_link:
+            path.symlink_to(Path(directory) / "elsewhere")
+        tail = Tail(path)
+        with Journal(path, max_bytes=900) as journal, patch.object(os, "stat", unstable):
+            journal.write(Started(peer="p", stage=1, run="r", version="1"))
+            for number, what in enumerate(story):
+                if what == "copy":
+                    away.write_bytes(path.read_bytes())
+                    away.replace(path)
+                elif what == "look":
+                    seen += tail.poll()
+                journal.write(step(number))
+                assert steps(path)[-1] == number
+                assert path.stat().st_size <= 900
+            known = steps(path)
+            begun = [event for event in read(path) if isinstance(event, Started | Continued)]
+            seen += [event for _ in range(4) for event in tail.poll()]
+        tail.close()
+    assert known == list(range(known[0], len(story))) if story else not known
+    assert len(begun) <= 2, "one in each file"
+    told = [event.step for event in seen if isinstance(event, InnerStep)]
+    assert told == sorted(set(told))
+    assert told[-1:] == known[-1:]
 
 
 def test_a_journal_goes_with_its_directory(tmp_path: Path) -> None:

@@ -571,6 +571,25 @@ async def test_many_names_behind_relays_leave_room_to_others(line: Line) -> None
     assert (await other.receive()).text == "hello"
 
 
+@pytest.mark.parametrize("only_linger", [False, True])
+@pytest.mark.parametrize("prefixes", [1, 2, 5])
+def test_a_few_prefixes_cannot_take_the_room_of_all(prefixes: int, only_linger: bool) -> None:
+    """Two of them could: each had half of it."""
+
+    async def play(line: Line) -> None:
+        for number in range(200):
+            for prefix in range(prefixes):
+                with contextlib.suppress(ConnectionError):
+                    line.call(f"name {prefix} {number}", f"/ip4/8.8.{prefix}.8/tcp/1")
+                    if only_linger:
+                        line.cut(-2)
+        other = line.call("honest", "/ip4/8.9.9.1/tcp/1")
+        await other.send(Ask(text="hello"))
+        assert (await other.receive()).text == "hello"
+
+    scene(echo, play, capacity=Capacity(conversations=64, per_peer=1, per_prefix=32))
+
+
 @run_by(scene, echo, gives=1, capacity=Capacity(conversations=8, per_peer=1, per_prefix=3))
 async def test_many_names_of_one_place_cannot_take_the_room_of_all_by_streams_that_only_linger(line: Line) -> None:
     """A caller that hears nothing of a refusal, or pretends so, holds its stream for half a minute."""
