@@ -44,6 +44,7 @@ from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import HISTORY_SCHEMA, HISTORY_TOPIC, SCHEMA, TOPIC, RunFileText, RunHistory
 from noloco_node.tasks import background, loop_s, supervised
 from noloco_node.terminal import say, sign, warn
+from noloco_node.units import format_duration
 from noloco_node.web.places import metrics_place
 from noloco_node.web.served_views import views_served
 
@@ -196,13 +197,21 @@ async def tell_of(membership: Membership) -> None:
 
     Warns once when our clock is wrong, and says once when it is right again.
     """
-    shown, shown_at, clock_is_wrong = "", 0.0, False
+    shown, shown_at, clock_is_wrong, is_disputed = "", 0.0, False, False
     while True:
         await membership.changed()
         line = census(membership.roster)
         if line != shown or loop_s() - shown_at > LINE_EVERY_S:
             say(line)
             shown, shown_at = line, loop_s()
+        disputed_s = CLOCK.disputed_s()
+        if disputed_s and not is_disputed:
+            wrong = f"{format_duration(abs(disputed_s))} {'ahead of' if disputed_s > 0.0 else 'behind'}"
+            warn(
+                f"this machine's clock is {wrong} that of each peer that told the time, and they are too few to go by: "
+                "while it is wrong, the replicas above are not all that there are"
+            )
+        is_disputed = bool(disputed_s)
         skew_s = CLOCK.ahead_s()
         if clock_is_wrong != (abs(skew_s) >= CLOCK_DOUBT_S):
             clock_is_wrong = not clock_is_wrong

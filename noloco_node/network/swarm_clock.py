@@ -74,6 +74,20 @@ class SwarmClock:
         self.settle()
         return self._wall_s() - self.unix_s()
 
+    def disputed_s(self) -> float:
+        """Return by how much this machine is ahead of all that told the time, where they are too few to decide.
+
+        0 where one of them agrees with it, and where they decide.
+        """
+        with self._changing:
+            self.settle()
+            told = list(self._told.values())
+            ahead_s = [self._wall_s() - self._since_start_s() - each.offset_s for each in told]
+            decides = len(told) >= LEAST_TOLD or any(each.is_door for each in told)
+            if not told or decides or self._is_theirs or min(map(abs, ahead_s)) < CLOCK_DOUBT_S:
+                return 0.0
+            return median_low(ahead_s)
+
     def note(self, voice: str, unix_s: float, *, is_door: bool = False) -> None:
         """Note the time that a peer has told just now; how long its answer was under way does not matter here.
 

@@ -80,6 +80,20 @@ def test_few_strangers_move_nobody(own_s: float, others_s: list[float]) -> None:
         assert machine.clock.ahead_s() == pytest.approx(0.0, abs=1e-3), "it was set right, as far as we know"
 
 
+@given(ERRORS_S, st.lists(ERRORS_S, max_size=5), st.booleans())
+def test_too_few_to_decide_dispute_a_clock_with_which_none_of_them_agrees(
+    own_s: float, others_s: list[float], is_door: bool
+) -> None:
+    machine = Machine(own_s)
+    for number, error_s in enumerate(others_s):
+        machine.hear(f"stranger {number}", error_s, is_door=is_door)
+    ahead_s, decide = [own_s - each for each in others_s], is_door or len(others_s) >= LEAST_TOLD
+    if not others_s or decide or min(map(abs, ahead_s)) < CLOCK_DOUBT_S - 1e-3:
+        assert machine.clock.disputed_s() == 0.0
+    elif min(map(abs, ahead_s)) > CLOCK_DOUBT_S + 1e-3:
+        assert machine.clock.disputed_s() == pytest.approx(min(ahead_s), abs=1e-3)
+
+
 @given(ERRORS_S, ERRORS_S)
 def test_what_was_decided_stays_while_nobody_answers(own_s: float, other_s: float) -> None:
     machine = Machine(own_s)

@@ -264,6 +264,26 @@ async def test_a_wrong_clock_of_our_own_is_said_once_and_its_end(
     hosting.cancel()
 
 
+async def test_a_bootstrap_peer_with_too_few_peers_to_go_by_says_that_its_clock_may_be_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene, told = await watched(0.0), list[str]()
+    disputed_s = -2 * 86_400.0
+    monkeypatch.setattr(bootstrap.CLOCK, "disputed_s", lambda: disputed_s)
+    monkeypatch.setattr(bootstrap, "warn", told.append)
+    hosting = asyncio.create_task(bootstrap.tell_of(scene.membership))
+    for name in "bcd":
+        scene.peer(name, 0)
+        await asyncio.sleep(30)
+    (line,) = told
+    assert line.startswith("this machine's clock is 2 days behind that of each peer that told the time")
+    disputed_s = 0.0
+    scene.peer("e", 1)
+    await asyncio.sleep(30)
+    assert told == [line]
+    hosting.cancel()
+
+
 async def test_a_wrong_clock_explains_no_stall_and_a_stage_without_replicas_does() -> None:
     scene = await watched(-400.0)
     scene.peer("b", 1)
