@@ -242,10 +242,12 @@ class FileDocuments:
                 )
 
     def _read(self, number: int) -> str:
-        # A piece that is read once more in a later epoch is not counted again.
-        unread = None if number in self._noted else self.unread
-        self._noted.add(number)
-        return _text_of(self._pieces[number], unread)
+        # What is wrong with a piece is counted once, and not again in each epoch.
+        before = sum(self.unread.counts.values())
+        text = _text_of(self._pieces[number], None if number in self._noted else self.unread)
+        if sum(self.unread.counts.values()) != before:
+            self._noted.add(number)
+        return text
 
     def close(self) -> None:
         """Do nothing: no file stays open between two documents."""

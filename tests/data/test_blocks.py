@@ -342,6 +342,26 @@ def test_pieces_end_at_line_ends(tmp_path: Path) -> None:
     assert _text_of(TextRange(tmp_path / "pipe", "pipe", 0, 5, 5)) == ""
 
 
+def test_text_that_vanishes_while_it_is_read_is_named_once_and_not_called_empty(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.txt" for number in range(3)]
+    for path in paths:
+        path.write_text("text\n" * 9)
+    documents = FileDocuments(
+        pieces_of([(path.name, path) for path in paths], 65_536), ReadingOrder("train", 0, "p", True), 0.0
+    )
+    for _ in range(2 * len(paths)):
+        assert documents.next() is not None
+    paths[0].unlink()
+    for _ in range(3 * len(paths)):
+        assert documents.next() is not None
+    assert list(documents.unread.counts.values()) == [1]
+    for path in paths[1:]:
+        path.unlink()
+    with pytest.raises(UserError, match="has no text") as caught:
+        documents.next()
+    assert "cannot be read and is left out" in caught.value.why
+
+
 def test_the_standard_library_is_whole_modules_without_tests_or_packages() -> None:
     pieces = pieces_of(stdlib_files(), 2**30)
     documents = FileDocuments(pieces, ReadingOrder("train", 0, "p", True), 0.0)
