@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from types import ModuleType
 
-__version__ = "0.5.1"
+__version__ = "0.5.2"
 _HOMES = {
     "init": "run_files",
     "join": "peer",

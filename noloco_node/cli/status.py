@@ -134,7 +134,8 @@ def picture(recipe: RunFileText, roster: Roster, late: Mapping[str, float] = Map
         ("Tokens of each source:", other_sources[:MOST_SOURCES_SHOWN]),
     ):
         said = [(f" {plain(short(peer))} ", plain(words)) for peer, words in rows if words]
-        text += [title] * bool(said)
+        if said:
+            text.append(title)
         for peer, words in said:
             text += wrap(words, width, initial_indent=peer, subsequent_indent=" " * len(peer))
     return "\n".join(text) + "\n"
@@ -166,7 +167,8 @@ def _peer_table(roster: Roster, width: int) -> list[str]:
     lines = [line(heads), " " + "─" * (sum(widths) + len(widths) - 1)]
     for number, rows in enumerate(stages):
         start = " " + str(number).ljust(widths[0] + 1)
-        lines += [f"{start}{len(rows)} of {roster.size(number)}"] * roster.is_sample
+        if roster.is_sample:
+            lines.append(f"{start}{len(rows)} of {roster.size(number)}")
         lines += [line(cells) for cells in rows] or [f"{start}nobody"]
         lines.append("")
     return lines if "ms" in spared else [*lines, " ms: device time of a microbatch"]
