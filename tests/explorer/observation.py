@@ -130,7 +130,7 @@ class CheckerContext:
 
 def is_closed(replica: Replica) -> bool:
     """Say whether the replica lets nobody in any more, for it goes or the run is over."""
-    return replica.admission._closed is not None
+    return replica.admission._closed
 
 
 def is_over(peer: SimulatedPeer) -> bool:
