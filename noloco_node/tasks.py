@@ -67,10 +67,10 @@ async def until_event(leave: asyncio.Event, work: Coroutine[Any, Any, T]) -> T |
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """Return what `work` returns, done in a thread, to whose end a cancellation waits.
+    """Do the work in a thread and return its result.
 
-    A cancellation ends the work at its next `check_wanted`. Where there is none any more, the work is done and its
-    result is returned: nobody is told that what was written was not.
+    A cancellation ends the work at its next `check_wanted`, and waits for that. After the last `check_wanted` it comes
+    too late: the work is finished and its result returned, so nobody takes what was written for unwritten.
     """
     given_up = threading.Event()
     before = GIVEN_UP.set(given_up)

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 if TYPE_CHECKING:
@@ -57,10 +56,6 @@ class Reason(StrEnum):
     NOT_FINITE = "not finite"  # the model computes what is no number; of microbatches without a backward pass alone
 
 
-# A sender asks twice of each reply. Tensors hash and compare by identity here.
-_learnt = lru_cache(maxsize=4)(lambda targets, length: int((targets[:, -length:] >= 0).count_nonzero()))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Microbatch:
     """A call to a stage.
@@ -84,7 +79,7 @@ class Microbatch:
     @property
     def learnt(self) -> int:
         """How many tokens its loss is a mean over."""
-        return _learnt(self.targets, self.hidden.shape[1])
+        return int((self.targets[:, -self.hidden.shape[1] :] >= 0).count_nonzero())
 
     @property
     def learnt_share(self) -> float:

@@ -225,8 +225,8 @@ def _config_of(directory: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # what a wrong file makes transformers raise has no common type
-        first, _, more = str(error).partition("\n")
-        why = one_line(f"{first} {more.partition(chr(10))[0]}" if first.endswith(":") else first or error)
+        first, *more = str(error).splitlines() or [""]
+        why = one_line(f"{first} {more[0]}" if more and first.endswith(":") else first or error)
         raise _no_model(directory, f"its config.json is none that transformers knows: {why}") from error
     if not isinstance(getattr(config, "num_hidden_layers", None), int):
         raise _no_model(directory, f"a {config.model_type} model has no list of layers")

@@ -12,8 +12,8 @@ can guess: a flood costs us little, and hides nobody whom we see already.
 Expiry is by the clock, and a clock may be set back: then our record in the DHT would outlive the new one, and the new
 one be refused. So the expiry of what we publish never falls, as far as others still take it.
 
-A process with our key files its records under our id, as where a copied home was started in the same moment. Then a
-node that took our last version has a later one, which we have not signed.
+A second process with our key, as of a copied home that was started in the same moment, files its records under our
+id. Then a node that took our last version has a later one, which we have not signed.
 """
 
 from __future__ import annotations

@@ -339,8 +339,7 @@ class MicrobatchClient:
             if isinstance(reply, Gradient) and reply.hidden is not None:
                 # Within the conversation, so that a violation counts against the peer.
                 counted = _counted(self.bound, "gradient", peer, reply.hidden, microbatch.learnt_share)
-                if counted is not reply.hidden:
-                    reply = replace(reply, hidden=counted)
+                reply = replace(reply, hidden=counted)
             return reply
 
 
@@ -409,9 +408,7 @@ class MicrobatchServer:
         hidden = _counted(self.bound, "microbatch", conversation.peer, microbatch.hidden)
         source = conversation.peer if self._stage == 1 else microbatch.source
         take = self._worker.evaluate if microbatch.forward_only else self._worker.process
-        if hidden is not microbatch.hidden or source != microbatch.source:
-            microbatch = replace(microbatch, hidden=hidden, source=source)
-        reply = await take(microbatch, conversation.peer)
+        reply = await take(replace(microbatch, hidden=hidden, source=source), conversation.peer)
         if isinstance(reply, Gradient):
             self.returned_s = loop_s()
             self.issued.add(source, len(microbatch.targets))
