@@ -223,16 +223,15 @@ class Membership:
             watched = self._records.watched
             if stages is None:
                 await self._read(watched, watched)
-            else:
-                await self._read([s for s in stages if s not in watched or self._is_due_now(s)], stages)
+            elif due := [stage for stage in stages if stage not in watched or self._is_due_now(stage)]:
+                await self._read(due, stages)
         return self._roster
 
     async def _read_due(self) -> None:
         """Read those of the stages that we watch whose reading is due: all but samples."""
         async with self._reading:
             watched = self._records.watched
-            due = [stage for stage in watched if self._is_due_now(stage)]
-            if due:
+            if due := [stage for stage in watched if self._is_due_now(stage)]:
                 await self._read(due, watched)
 
     def _is_due_now(self, stage: int) -> bool:

@@ -388,6 +388,10 @@ async def test_a_peer_that_left_a_stage_twice_offers_what_it_left_last_and_nothi
         await server.begin(own=0)
         told = await ask_manifests(other, ["keeper"], WeightsOf(1, shapes, SNAPSHOT))
         assert told.manifests["keeper"].round == round
+    lying.append(Checkpoint(counters(round=7, stage=1), {"slow": (torch.ones(2),)}))  # the file of round 9 is damaged
+    assert (await WeightsOf(1, shapes, SNAPSHOT).fetch(other, ["keeper"], 60.0, at_once)).round == 7
+    told = await ask_manifests(other, ["keeper"], WeightsOf(1, shapes, SNAPSHOT))
+    assert told.manifests["keeper"].round == 7, "it offers what it gives"
     assert not (await ask_manifests(other, ["keeper"], WeightsOf(0, shapes, SNAPSHOT))).manifests
 
 

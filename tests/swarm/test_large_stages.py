@@ -158,6 +158,10 @@ async def test_a_stage_grows_into_shards_and_shrinks_back_and_nobody_gets_lost()
         assert roster.is_sample
         assert len(roster.stage(0)) < 140
         assert abs(size.peers - 140) <= 5.0 * size.error * size.peers
+    membership, _ = crowd.members["p0"]
+    for _ in range(6):
+        await asyncio.sleep(10.0)
+        assert (await membership.peek([0])).old_since_s is None, "a peer that reads nothing is not deaf"
     visitor = Membership(crowd.hub.network("v"), "run", 1, unix_time=lambda: 1e9 + crowd.loop.time(), shards=8)
     first = await visitor.peek()
     assert first.is_sample
