@@ -101,7 +101,7 @@ def decode_members(run: Path, raw: bytes) -> MemberList:
     """Return the owner's list that these bytes hold; `UserError` where they are damaged."""
     try:
         return msgspec.json.decode(raw, type=MemberList) if raw else MemberList()
-    except msgspec.MsgspecError as error:
+    except ValueError as error:
         raise config_error(
             f"The owner's list {members_file(run)} is damaged.",
             why=str(error),

@@ -197,7 +197,7 @@ class RunHistory:
     def _read(self) -> float:
         try:
             return msgspec.json.decode(self._file.path.read_bytes(), type=_Note).progress
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        except (OSError, ValueError):
             return 0.0
 
 

@@ -341,11 +341,20 @@ def test_a_peer_that_is_shut_out_is_invited_when_that_is_over(tmp_path: Path) ->
 
 
 REVOKED = b'{"revoked": {"%s": %d}}'
+NO_TEXT = b'{"issued": [{"key": "%s", "kind": "\xff", "until": 1}]}' % (b"f" * 64)
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"{", b"\xff", b'{"number": "one"}', b'{"number": -1}', REVOKED % (b"f" * 64, 10**18), REVOKED % (b"g" * 64, 0)],
+    [
+        b"{",
+        b"\xff",
+        b'{"number": "one"}',
+        b'{"number": -1}',
+        REVOKED % (b"f" * 64, 10**18),
+        REVOKED % (b"g" * 64, 0),
+        NO_TEXT,
+    ],
 )
 def test_a_damaged_list_is_an_error_and_stays_as_it_is(tmp_path: Path, content: bytes) -> None:
     """Taken for an empty one, it would let in again who was shut out."""
