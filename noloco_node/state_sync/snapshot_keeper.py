@@ -81,9 +81,9 @@ class SnapshotServer:
     async def _serve(self, number: int) -> None:
         """Serve a stage from now on; its weights are read when a peer asks for them."""
         if number not in self._served:
-            self._served.add(number)
             subject, serve = self._subject(number), partial(self._converse, number)
             await self.network.serve(topic(SNAPSHOT, number), subject.schema, serve)
+            self._served.add(number)
 
     def _donor(self, number: int) -> Donor:
         if number not in self._donors:
