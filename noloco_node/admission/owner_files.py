@@ -101,7 +101,7 @@ def decode_members(run: Path, raw: bytes) -> MemberList:
     """Return the owner's list that these bytes hold; `UserError` where they are damaged."""
     try:
         return msgspec.json.decode(raw, type=MemberList) if raw else MemberList()
-    except msgspec.MsgspecError as error:
+    except ValueError as error:
         raise config_error(
             f"The owner's list {members_file(run)} is damaged.",
             why=str(error),
@@ -115,10 +115,12 @@ def alone_with_members(run: Path) -> Iterator[None]:
 
     The lock is on the key, for the list itself is replaced by each change.
     """
-    with _unusable(key_file(run)):
-        file = os.open(key_file(run), os.O_RDONLY)
+    key = key_file(run)
+    with _unusable(key):
+        file = os.open(key, os.O_RDWR if os.access(key, os.W_OK) else os.O_RDONLY)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with _unusable(key):  # NFS locks no file that is open for reading alone
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
     finally:
         os.close(file)

@@ -127,7 +127,7 @@ def read_provenance(directory: Path) -> Provenance:
     path = directory / NOTES
     try:
         return msgspec.json.decode(path.read_bytes(), type=Provenance)
-    except (OSError, RecursionError, msgspec.DecodeError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise config_error(
             f"{directory} is no checkpoint of a swarm.",
             why=f"{path}: {error.strerror if isinstance(error, OSError) else error}",
@@ -184,7 +184,7 @@ def _adapted_by(directory: Path) -> Path:
     """Return the model that an adapter's settings name; raise `UserError` (CONFIG) if it is not on this machine."""
     try:
         settings = msgspec.json.decode((directory / ADAPTER_CONFIG).read_bytes(), type=dict[str, Any])
-    except (OSError, RecursionError, msgspec.DecodeError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise config_error(
             f"{directory} holds no adapter that can be read.", f"{ADAPTER_CONFIG}: {error}", "copy or export it again"
         ) from error

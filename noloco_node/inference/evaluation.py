@@ -185,7 +185,7 @@ def _reading(model: ModelSource, source: str | None) -> tuple[DataConfig, int, i
         return data, run.pipeline.sequence_length, run.seed
     try:
         config = msgspec.json.decode((model.directory / "config.json").read_bytes(), type=dict[str, Any])
-    except (OSError, RecursionError, msgspec.DecodeError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise no_model(model.directory, f"its config.json cannot be read: {error}") from error
     return data, min(longest_sequence(config) or LONGEST_SEQUENCE, LONGEST_SEQUENCE), 0
 

@@ -87,7 +87,7 @@ def open_model(source: ModelSource) -> Any:
     model = _whole(source.directory)
     try:
         _add(model, *_read(source.adapter))
-    except (ValueError, OSError, RecursionError, SafetensorError, msgspec.DecodeError) as error:
+    except (ValueError, OSError, RecursionError, SafetensorError) as error:
         raise config_error(
             f"The adapter in {source.adapter} cannot be put over the model in {source.directory}.",
             why=one_line(error),

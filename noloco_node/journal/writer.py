@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from noloco_node.errors import os_errors_as, storage_error
+from noloco_node.errors import one_line, os_errors_as, storage_error
 from noloco_node.journal import events
 from noloco_node.journal.events import Event, fields_of
 from noloco_node.network.swarm_clock import CLOCK
@@ -98,7 +98,7 @@ class Journal(AbstractContextManager["Journal"]):
         text = f"the journal {self._path} is written again; {self._lost} of its lines were lost"
         self._lost_at = at
         with suppress(OSError):
-            self._write(events.Noticed(what="journal", text=text, over=True), at)
+            self._write(events.Noticed(what="journal", text=one_line(text), over=True), at)
             self._lost = 0
             self._tell(text)
 

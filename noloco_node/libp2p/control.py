@@ -30,6 +30,7 @@ from noloco_node.libp2p.hivemind_compat import DaemonClient, HivemindParts, daem
 from noloco_node.libp2p.settings import PROOF_BYTES, NetworkSettings, RunSecret
 from noloco_node.libp2p.stream import Stream
 from noloco_node.libp2p.switchboard import Switchboard
+from noloco_node.network.interface import UnknownTopic
 from noloco_node.network.schema import Schema, Violation
 
 logger = logging.getLogger(__name__)
@@ -420,5 +421,5 @@ class StreamDialer:
 
 def _refused(peer: str, topic: str, words: str) -> ConnectionRefusedError:
     if "protocols not supported" in words:
-        return ConnectionRefusedError(f"{peer} does not speak of {topic!r} in this run or version")
+        return UnknownTopic(f"{peer} does not speak of {topic!r} in this run or version")
     return ConnectionRefusedError(f"{peer} cannot be reached: {' '.join(words.split())}")

@@ -47,10 +47,10 @@ from noloco_node.libp2p.hivemind_compat import (
     daemon_trouble,
     load_hivemind,
 )
-from noloco_node.libp2p.reachability import preflight, preflight_goal
+from noloco_node.libp2p.reachability import PreflightGoal, preflight, preflight_goal
 from noloco_node.libp2p.record_holders import PeerId
 from noloco_node.libp2p.relays import Grant, granted
-from noloco_node.libp2p.settings import NetworkSettings, RunSecret, ensure_identity
+from noloco_node.libp2p.settings import NetworkSettings, Reachability, RunSecret, ensure_identity
 from noloco_node.libp2p.stream import Stream
 from noloco_node.libp2p.switchboard import Switchboard
 from noloco_node.network.bans import crowd_of
@@ -221,8 +221,7 @@ class Libp2pNetwork:
             lends_line=settings.lends_line,
         )
         if any(goal):
-            config = await preflight(self._context, config, goal, self._tell)
-        self._dialable = config.dialable
+            config = await preflight(self._context, config, goal, self._doors, self._tell)
         self._service = asyncio.get_running_loop().create_task(self._serve(config), name="network")
         await self._wait_until_joined(self._service, None)
         if self._service.done():
@@ -249,10 +248,15 @@ class Libp2pNetwork:
 
     async def _keep(self, config: DaemonConfig) -> NoReturn:
         """Run one daemon after another; `UserError` when the first does not begin, or daemons die again and again."""
-        loop, settings, attempts = asyncio.get_running_loop(), self._settings, 1
+        loop, settings, attempts, look_s = asyncio.get_running_loop(), self._settings, 1, reachability.LOOK_S
         while True:
             try:
-                why = await self._live(config)
+                why = await self._live(config, look_s)
+                if not why:
+                    before, doors = config, self._context.known_peers.beside(self._doors)
+                    config = await preflight(self._context, config, PreflightGoal(False, True), doors, self._tell)
+                    look_s = reachability.LOOK_S if config != before else min(2 * look_s, reachability.MOST_LOOK_S)
+                    continue
             except UserError as trouble:
                 if not self._peer_id:
                     # A port that we chose may have been taken since.
@@ -275,8 +279,11 @@ class Libp2pNetwork:
             self._tell(f"our libp2p daemon died ({why}); starting it again")
             await asyncio.sleep(wait_s)
 
-    async def _live(self, config: DaemonConfig) -> str:
-        """Run one daemon until it dies, and return its last words."""
+    async def _live(self, config: DaemonConfig, look_s: float) -> str:
+        """Run one daemon until it dies, and return its last words; until others reach us otherwise, and return none.
+
+        `look_s`: between two times at which others are asked that.
+        """
         again = bool(self._peer_id)
         met = self._context.known_peers
         doors = met.beside(self._doors) if again else self._doors
@@ -287,22 +294,27 @@ class Libp2pNetwork:
                 placed = again or await joined.is_placed()
             except ConnectionError as error:
                 raise daemon_trouble(str(error)) from None
-            self._peer_id = joined.peer_id
+            self._peer_id, self._dialable = joined.peer_id, config.dialable
             if not placed:
                 self._tell("no relay has given us a place yet: others may not reach us for some minutes")
             if again:
                 self._tell(f"back in the swarm, {joined.records.neighbours} neighbours in the DHT")
-            staying = asyncio.get_running_loop().create_task(joined.stay_joined(self._doors, met))
+            loop = asyncio.get_running_loop()
+            tasks: set[asyncio.Task[None]] = {loop.create_task(joined.stay_joined(self._doors, met))}
+            if self._settings.reach is Reachability.AUTO and preflight_goal(self._settings, identity_is_old=True).reach:
+                tasks.add(loop.create_task(joined.until_elsewhere(look_s)))
             self._joined = joined
             self._present.set()
             try:
-                ends: set[asyncio.Future[Any]] = {joined.daemon.died, staying}
+                ends: set[asyncio.Future[Any]] = {joined.daemon.died, *tasks}
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                if staying.done():
-                    staying.result()
-                return joined.daemon.died.result()
+                for task in tasks:
+                    if task.done():
+                        task.result()
+                return joined.daemon.died.result() if joined.daemon.died.done() else ""
             finally:
-                staying.cancel()
+                for task in tasks:
+                    task.cancel()
                 self._present.clear()
                 self._joined = None
                 self._rejoined += joined.rejoined
@@ -452,6 +464,9 @@ class JoinedDaemon:
                     self.rejoined += len(answering)
                     await self._greet(answering)
             await asyncio.sleep(REJOIN_S)
+
+    async def until_elsewhere(self, look_s: float) -> None:
+        await reachability.until_elsewhere(self.dialer, self._config, self.neighbours, self._places, look_s)
 
     async def _greet(self, peers: Sequence[PeerAddress]) -> None:
         for each in peers:

@@ -12,6 +12,8 @@ asker comes from, on the TCP ports that the asker listens on, and says whether a
 dials nobody but the asker itself, so it cannot be used to knock at the doors of others. Over a relay it cannot tell,
 and says that. libp2p has such a service too (AutoNAT). It takes half a minute, asks for several peers, and its daemon
 keeps the result to itself.
+
+Lines get other addresses, and machines other lines, while a node is at work. So it goes on asking (`until_elsewhere`).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +37,7 @@ from noloco_node.libp2p.control import Control, PeerContext, StreamDialer
 from noloco_node.libp2p.daemon import DaemonConfig
 from noloco_node.libp2p.hivemind_compat import daemon_trouble
 from noloco_node.libp2p.settings import NetworkSettings, Reachability, ensure_identity, identity_in_use, peer_bytes
-from noloco_node.network.bans import address_prefix
+from noloco_node.network.bans import address_prefix, public_prefix
 from noloco_node.network.calls import patient
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema, Violation
@@ -58,6 +61,9 @@ _FIND_S = 4.0
 _SEARCHES = 10
 _SEARCH_PAUSE_S = 0.2
 _MOST_ASKED = 3
+LOOK_S = 300.0  # between two times at which a peer at work asks how others reach it
+MOST_LOOK_S = 14_400.0
+_DOUBTS = 3  # so many times in a row: a busy machine may not be greeted in time
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
 
 
@@ -196,14 +202,17 @@ def dialled_ports(listen: Sequence[str]) -> tuple[int, ...]:
 
 
 async def preflight(
-    context: PeerContext, config: DaemonConfig, goal: PreflightGoal, tell: Callable[[str], None]
+    context: PeerContext,
+    config: DaemonConfig,
+    goal: PreflightGoal,
+    doors: Sequence[addresses.PeerAddress],
+    tell: Callable[[str], None],
 ) -> DaemonConfig:
     """Return the config as it should be; `UserError` if our identity is in use, or there is no relay and must be.
 
-    The peers that we join by may be out of reach: then nothing is found out here, and the session says why.
+    `doors`: whom to ask. They may be out of reach: then nothing is found out here, and the session says why.
     """
-    settings, identity = context.settings, context.directory / "scout.key"
-    doors, timeouts = [addresses.bootstrap_address(text) for text in settings.bootstrap], settings.timeouts
+    settings, identity, timeouts = context.settings, context.directory / "scout.key", context.settings.timeouts
     ensure_identity(identity)
     place = f"-hostAddrs={','.join(config.listen)}" if goal.reach else "-noListenAddrs=1"
     chosen = (f"-id={identity}", place, "-dhtClient=1", "-tls=1", "-relay=1", "-idleTimeout=30s")
@@ -217,11 +226,11 @@ async def preflight(
                 return config
             dialer = StreamDialer(control, context, client.peer_id.to_base58())
             ports = dialled_ports(config.listen) if settings.reach is Reachability.AUTO else ()
-            found = await asyncio.gather(*(_ask(dialer, door.peer, ports) for door in reached[:_MOST_ASKED]))
+            said = await _ask(dialer, reached[:_MOST_ASKED], ports)
             own = await control.places(timeouts.dht_s)
         except ConnectionError as error:
             raise daemon_trouble(str(error)) from None
-    return choose_daemon_config(settings, config, own, judge([each for each in found if each is not None]), tell)
+    return choose_daemon_config(settings, config, own, said, tell)
 
 
 async def _check_identity(control: Control, identity: Path) -> None:
@@ -245,7 +254,12 @@ async def _check_identity(control: Control, identity: Path) -> None:
     )
 
 
-async def _ask(dialer: StreamDialer, peer: str, ports: tuple[int, ...]) -> DialBackReply | None:
+async def _ask(dialer: StreamDialer, peers: Sequence[addresses.PeerAddress], ports: tuple[int, ...]) -> ReachVerdict:
+    answers = await asyncio.gather(*(_answer(dialer, each.peer, ports) for each in peers))
+    return judge([answer for answer in answers if answer is not None])
+
+
+async def _answer(dialer: StreamDialer, peer: str, ports: tuple[int, ...]) -> DialBackReply | None:
     """Ask one peer; None when it does not answer, or is of a version that does not know the question."""
     with contextlib.suppress(ConnectionError, TimeoutError):
         async with asyncio.timeout(ASK_S):
@@ -263,8 +277,11 @@ def choose_daemon_config(
     settings: NetworkSettings, config: DaemonConfig, own: Sequence[str], said: ReachVerdict, tell: Callable[[str], None]
 ) -> DaemonConfig:
     """Return how to start our daemon after what others said; `own`: the addresses that it knows itself."""
+    if settings.reach is Reachability.AUTO and said.dialled is None:
+        return config
+    config = msgspec.structs.replace(config, announce=settings.announce, relays=(), dialable=True)
     relays = addresses.checked_relays([*settings.relays, *said.relays])
-    if settings.reach is Reachability.AUTO and said.dialled is not False:
+    if settings.reach is Reachability.AUTO and said.dialled:
         new = [place for place in said.places if place not in own]
         if not new:
             return config
@@ -290,3 +307,38 @@ def choose_daemon_config(
         "Forward a port of the router and give it with --listen and --announce, or ask for a bootstrap peer with relays"
     )
     return msgspec.structs.replace(config, dialable=False)
+
+
+async def until_elsewhere(
+    dialer: StreamDialer,
+    config: DaemonConfig,
+    neighbours: Callable[[], Awaitable[Sequence[addresses.PeerAddress]]],
+    own: Callable[[], Awaitable[Sequence[str]]],
+    look_s: float,
+) -> None:
+    """Return once other peers do not reach us as our daemon was started for, by all that were asked, again and again.
+
+    A line that got another address, say. `own`: tells where our daemon says that it is.
+    """
+    doubts = 0
+    while doubts < _DOUBTS:
+        await asyncio.sleep(look_s)
+        with contextlib.suppress(ConnectionError):
+            said = await _ask(dialer, _outside(await neighbours()), dialled_ports(config.listen))
+            doubts = doubts + 1 if is_elsewhere(config, await own(), said) else 0
+
+
+def _outside(neighbours: Sequence[addresses.PeerAddress]) -> list[addresses.PeerAddress]:
+    """Return whom to ask: some that dial us from outside, each of another prefix; else some of our own network."""
+    direct = [each for each in neighbours if "/p2p-circuit" not in each.transport]
+    by_prefix = {address_prefix(each.transport): each for each in direct if public_prefix(each.transport)}
+    found = list(by_prefix.values()) or direct
+    return random.sample(found, min(len(found), _MOST_ASKED))
+
+
+def is_elsewhere(config: DaemonConfig, own: Sequence[str], said: ReachVerdict) -> bool:
+    """Say whether others do not reach a daemon with this config as it says, or could do so in a better way."""
+    is_direct = config.dialable and not config.relays
+    if said.dialled:
+        return not is_direct or not set(said.places) & set(own)
+    return said.dialled is False and (is_direct or (not config.dialable and bool(said.relays)))

@@ -264,6 +264,6 @@ class TrafficLedger:
             with os_errors_as(storage_error, f"cannot read {self._path}", hint), suppress(FileNotFoundError):
                 found = msgspec.json.decode(self._path.read_bytes(), type=MonthUsage)
                 return found if min(found.sent_bytes, found.received_bytes) >= 0 else nothing
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except ValueError:
             self._say(f"{self._path} is garbled: counting this month's traffic from zero")
         return nothing

@@ -325,4 +325,4 @@ class Reporter:
     def notice(self, what: str, text: str, *, over: bool = False) -> None:
         """Tell the owner what needs attention, or that it is over, and journal it."""
         (self.say if over else self.warn)(text)
-        self.record(events.Noticed(what=what, text=text, over=over))
+        self.record(events.Noticed(what=what, text=one_line(text), over=over))  # it may name a path that is no text

@@ -21,6 +21,10 @@ class ConversationEnded(ConnectionResetError):
     """The other side ended politely, before it sent what was waited for."""
 
 
+class UnknownTopic(ConnectionRefusedError):
+    """The peer was reached, and serves no such topic: it has another run or version, or it has just begun."""
+
+
 class Pace(NamedTuple):
     """How fast messages may pass in one direction.
 

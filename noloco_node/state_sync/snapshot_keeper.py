@@ -81,9 +81,9 @@ class SnapshotServer:
     async def _serve(self, number: int) -> None:
         """Serve a stage from now on; its weights are read when a peer asks for them."""
         if number not in self._served:
-            self._served.add(number)
             subject, serve = self._subject(number), partial(self._converse, number)
             await self.network.serve(topic(SNAPSHOT, number), subject.schema, serve)
+            self._served.add(number)
 
     def _donor(self, number: int) -> Donor:
         if number not in self._donors:
@@ -113,7 +113,7 @@ class SnapshotServer:
         if found is None:
             raise ConnectionAbortedError("of another's stage there are slow weights, as long as they lie here, no more")
         state = state_of(found)
-        if number not in self._counters:
+        if self._counters.get(number) != replace(state, slow=()):  # the newest weights may be damaged by now
             await self._remember(number, state)
         return self._counters[number] if parts is Parts.OUTLINE else state
 

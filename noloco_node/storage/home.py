@@ -25,6 +25,7 @@ import msgspec
 
 from noloco_node.errors import Exit, UserError, os_errors_as, storage_error, usage_error
 from noloco_node.storage import atomic_file
+from noloco_node.units import UnixSeconds
 
 JOURNAL = "journal.jsonl"
 RUNS = "runs"
@@ -32,10 +33,10 @@ RUN_ID_SHOWN = 32  # digits of a run's id that name its directory
 
 
 class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
-    """The process that holds a home. `since`: unix seconds."""
+    """The process that holds a home."""
 
     pid: int
-    since: float
+    since: UnixSeconds
     command: str
 
 
@@ -187,7 +188,7 @@ def holder(path: Path) -> LockHolder | None:
     """Return the process that last signed the lock of a home, running or not; None if it cannot be read."""
     try:
         return msgspec.json.decode((path / "lock").read_bytes(), type=LockHolder)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError):
         return None
 
 
@@ -212,7 +213,8 @@ def without_secrets(command: str) -> str:
 
 
 def _sign(lock: int) -> bytes:
-    command = without_secrets(shlex.join(sys.argv))[:1000]
+    # Bytes of the command line that are not UTF-8 come as halves of surrogate pairs, which JSON cannot hold.
+    command = without_secrets(shlex.join(sys.argv))[:1000].encode(errors="replace").decode()
     signature = msgspec.json.encode(LockHolder(pid=os.getpid(), since=time.time(), command=command))
     # In this order the file never gives back its block of the disk, which may be full by now.
     atomic_file.write_all(lock, signature, 0)

@@ -223,16 +223,15 @@ class Membership:
             watched = self._records.watched
             if stages is None:
                 await self._read(watched, watched)
-            else:
-                await self._read([s for s in stages if s not in watched or self._is_due_now(s)], stages)
+            elif due := [stage for stage in stages if stage not in watched or self._is_due_now(stage)]:
+                await self._read(due, stages)
         return self._roster
 
     async def _read_due(self) -> None:
         """Read those of the stages that we watch whose reading is due: all but samples."""
         async with self._reading:
             watched = self._records.watched
-            due = [stage for stage in watched if self._is_due_now(stage)]
-            if due:
+            if due := [stage for stage in watched if self._is_due_now(stage)]:
                 await self._read(due, watched)
 
     def _is_due_now(self, stage: int) -> bool:
@@ -382,6 +381,7 @@ class Membership:
         if self.issued is not None and signs and (ends or self._is_due(self._signed_s)):
             self._signed_s = loop_s()
             stored.append(self._store(self._receipts_key, self.issued.raw(), SOURCE_LIFETIME_S))
+        self._publish_s = loop_s()  # not after what asks for another record from now on
         # All at once: others may call us until our last record is out.
         took = await asyncio.gather(*stored)
         is_listed = any(took[: len(keys)])
@@ -390,7 +390,8 @@ class Membership:
         # The first record under new keys is soon followed by another: who changes with us may have read before it.
         is_known = is_listed and is_sampled and keys == self._published_at
         self._published_at = keys if is_listed else []
-        self._publish_s = loop_s() + (0.9 * RENEWED_S if is_known else 0.0)
+        if is_known and self._publish_s > float("-inf"):
+            self._publish_s = loop_s() + 0.9 * RENEWED_S
 
     def _is_due(self, last_s: float) -> bool:
         """Say whether receipts that we last published or read at that time are to be published or read again."""

@@ -21,7 +21,7 @@ import msgspec
 from noloco_node.admission.admission_state import not_admitted, not_for, told
 from noloco_node.errors import Exit, UserError, one_line
 from noloco_node.network.calls import ask, patient
-from noloco_node.network.interface import Conversation, PeerNetwork
+from noloco_node.network.interface import Conversation, PeerNetwork, UnknownTopic
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema
 from noloco_node.network.swarm_clock import CLOCK
 from noloco_node.run.config import RunConfig
@@ -111,14 +111,15 @@ async def fetch(network: PeerNetwork, peers: Sequence[str], digest: str, allowed
 
 
 async def _from_first(network: PeerNetwork, peers: Sequence[str], digest: str, allowed: Sequence[str]) -> RunFileText:
-    answers, kind = list[str](), UserError
+    answers, kind, code = list[str](), UserError, Exit.UNREACHABLE
     for peer in peers:
         try:
             reply = await ask(network, peer, TOPIC, SCHEMA, RunRequest(), RunFileReply, PATIENCE_S)
         except ConnectionError as error:
             answers.append(str(error) if peer in str(error) else f"{peer}: {error}")
-            kind = _PerhapsStartingError
+            kind, code = _PerhapsStartingError, Exit.OTHER_RUN if isinstance(error, UnknownTopic) else code
             continue
+        code = Exit.OTHER_RUN
         try:
             recipe = await asyncio.to_thread(RunFileText, reply.text, f"the run file from {peer}", allowed)
         except UserError as trouble:  # that peer's text, or a directory that is not here: the next may do better
@@ -133,10 +134,10 @@ async def _from_first(network: PeerNetwork, peers: Sequence[str], digest: str, a
         raise not_admitted(told(refusals))
     raise kind(
         f"No peer of the invite serves the run {digest[:12]}.",
-        why="; ".join(answers),
+        why="; ".join(answers) or "the invite names nobody but us",
         hint="ask whoever sent the invite for a fresh one; if the model or the tokenizer is a local directory, it must "
         "hold the same files here as there, and be allowed with --local",
-        code=Exit.OTHER_RUN,
+        code=code,
     )
 
 
@@ -197,7 +198,7 @@ class RunHistory:
     def _read(self) -> float:
         try:
             return msgspec.json.decode(self._file.path.read_bytes(), type=_Note).progress
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        except (OSError, ValueError):
             return 0.0
 
 

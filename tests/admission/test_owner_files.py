@@ -1,6 +1,8 @@
 """The owner of a run, offline: a key that nobody else reads, invites, and whoever is shut out."""
 
 import asyncio
+import errno
+import fcntl
 import os
 import re
 import shlex
@@ -341,11 +343,20 @@ def test_a_peer_that_is_shut_out_is_invited_when_that_is_over(tmp_path: Path) ->
 
 
 REVOKED = b'{"revoked": {"%s": %d}}'
+NO_TEXT = b'{"issued": [{"key": "%s", "kind": "\xff", "until": 1}]}' % (b"f" * 64)
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"{", b"\xff", b'{"number": "one"}', b'{"number": -1}', REVOKED % (b"f" * 64, 10**18), REVOKED % (b"g" * 64, 0)],
+    [
+        b"{",
+        b"\xff",
+        b'{"number": "one"}',
+        b'{"number": -1}',
+        REVOKED % (b"f" * 64, 10**18),
+        REVOKED % (b"g" * 64, 0),
+        NO_TEXT,
+    ],
 )
 def test_a_damaged_list_is_an_error_and_stays_as_it_is(tmp_path: Path, content: bytes) -> None:
     """Taken for an empty one, it would let in again who was shut out."""
@@ -382,6 +393,23 @@ def test_a_disk_that_refuses_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(UserError, match=r"other\.members cannot be read") as caught:
         load_members(tmp_path / "other.toml")
     assert "Input/output error" in caught.value.why
+
+
+def test_a_list_on_a_network_disk_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS locks no file that is open for reading alone."""
+    owner, flock = Owner(tmp_path, "listed"), fcntl.flock
+
+    def nfs(file: int, how: int) -> None:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", nfs)
+    owner.members("ban", PEER)
+    assert load_members(owner.run).number == 1
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with user_error(Exit.STORAGE, "cannot be read or written"), alone_with_members(owner.run):
+        raise AssertionError("a key that cannot be written cannot be locked there")
 
 
 def test_a_list_holds_so_many_and_forgets_who_has_no_ticket_left(tmp_path: Path) -> None:

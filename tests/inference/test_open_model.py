@@ -144,10 +144,11 @@ def test_a_model_that_is_not_here_is_asked_for(tmp_path: Path, named: object) ->
     assert "--weights DIR" in caught.value.hint
 
 
-def test_settings_nested_without_end_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b'{"x": ' + 100_000 * b"[", b'{"peft_type": "\xff"}'])
+def test_settings_nested_without_end_or_that_are_no_text_are_refused(tmp_path: Path, content: bytes) -> None:
     write_model(tmp_path / "model")
     adapter = write_adapter(tmp_path / "adapter", SETTINGS, {})
-    (adapter / "adapter_config.json").write_text('{"x": ' + 100_000 * "[")
+    (adapter / "adapter_config.json").write_bytes(content)
     for over in (None, tmp_path / "model"):
         with user_error(Exit.CONFIG, "adapter"):
             open_model(model_in(adapter, over))

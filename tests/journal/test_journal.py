@@ -29,6 +29,7 @@ from noloco_node.journal.events import (
 )
 from noloco_node.journal.reader import LONGEST_LINE_BYTES, Tail, read
 from noloco_node.journal.writer import TAKEN_S, Journal, rotated
+from noloco_node.machine.interface import Reporter
 from noloco_node.run.peer_state import LONGEST_DETAIL, PeerState, Wait, WaitCause
 
 
@@ -38,6 +39,19 @@ def step(number: int, loss: float | None = 2.5) -> InnerStep:
 
 def steps(path: Path) -> list[int]:
     return [event.step for event in read(path) if isinstance(event, InnerStep)]
+
+
+def test_a_path_that_is_no_text_is_noticed_all_the_same(tmp_path: Path) -> None:
+    path, told = tmp_path / os.fsdecode(b"\xff") / "journal.jsonl", list[str]()
+    path.parent.mkdir()
+    with Journal(path, tell=told.append) as journal:
+        reporter = Reporter(record=journal.write, say=told.append)
+        reporter.notice("evaluation", f"the weights are not kept: {path}")
+        with patch.object(os, "write", lambda *_: 0):
+            journal.write(step(1))
+    noticed = [event for event in read(path) if isinstance(event, Noticed)]
+    assert [each.what for each in noticed] == ["evaluation", "journal"]
+    assert all(str(path) in line for line in told)
 
 
 def test_a_line_is_one_flat_object_with_time_and_name(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from user_errors import user_error
 
 from noloco_node.admission.ticket import peer_of
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p import addresses, relays
+from noloco_node.libp2p import addresses, reachability, relays
 from noloco_node.libp2p.addresses import (
     KnownPeers,
     PeerAddress,
@@ -47,6 +47,7 @@ from noloco_node.libp2p.reachability import (
     ReachVerdict,
     choose_daemon_config,
     host_of,
+    is_elsewhere,
     judge,
     preflight_goal,
 )
@@ -140,6 +141,64 @@ def test_a_swarm_without_relays_is_said_to_whom_it_concerns() -> None:
     alone = choose_daemon_config(wanted(), POSTURE, [], ReachVerdict(False, (), ()), said.append)
     assert alone == msgspec.structs.replace(POSTURE, dialable=False), "it takes the first stage, which dials the others"
     assert "the swarm has no relay" in said[0]
+
+
+@given(answers, answers, own_places)
+def test_a_peer_at_work_starts_anew_where_others_come_otherwise_and_then_no_more(
+    before: list[DialBackReply], now: list[DialBackReply], own: list[str]
+) -> None:
+    def chosen(found: list[DialBackReply], config: DaemonConfig) -> DaemonConfig:
+        return choose_daemon_config(wanted(), config, own, judge(found), lambda _: None)
+
+    first = chosen(before, POSTURE)
+    at = [*own, *first.announce]
+    better = chosen(now, first) if is_elsewhere(first, at, judge(now)) else first
+    assert not is_elsewhere(better, [*own, *better.announce], judge(now)), "it would start anew for ever"
+    if judge(now).dialled is None:
+        assert better == first
+    if judge(now).dialled:
+        assert better.dialable
+        assert not better.relays
+        assert set(judge(now).places) & {*own, *better.announce}
+
+
+NEAR, ELSEWHERE = "/ip4/192.168.1.7/tcp/4001", "/ip4/203.0.113.9/tcp/4001"
+
+
+@pytest.mark.parametrize(
+    ("said", "looks"),
+    [
+        ([ELSEWHERE, ELSEWHERE, ELSEWHERE], 3),
+        ([ELSEWHERE, ELSEWHERE, PUBLIC, ELSEWHERE, ELSEWHERE, ELSEWHERE], 6),
+        (["", ELSEWHERE, None, "", "", ELSEWHERE], 6),
+    ],
+)
+async def test_a_peer_at_work_believes_those_outside_after_several_looks(
+    said: list[str | None], looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One at home dials us where strangers cannot. `said`: where we were reached, look by look; None: nobody knew."""
+    asked = 0
+
+    async def answer(_: object, peer: str, ports: tuple[int, ...]) -> DialBackReply:
+        nonlocal asked
+        assert (peer, ports) == ("outside", (4001,))
+        place = said[asked]
+        asked += 1
+        return DialBackReply(place=place or "", tried=place is not None, relays=())
+
+    async def neighbours() -> list[PeerAddress]:
+        relayed = PeerAddress(f"{RELAY}/p2p-circuit", "relayed")
+        return [PeerAddress(NEAR, "at home"), PeerAddress("/ip4/8.8.8.8/tcp/1", "outside"), relayed]
+
+    async def own() -> list[str]:
+        return [PUBLIC]
+
+    monkeypatch.setattr(reachability, "_answer", answer)
+    nothing: Any = None
+    begin_s = asyncio.get_running_loop().time()
+    await reachability.until_elsewhere(nothing, POSTURE, neighbours, own, 300.0)
+    assert asked == looks
+    assert asyncio.get_running_loop().time() == begin_s + 300.0 * looks
 
 
 def test_the_daemon_is_told_to_be_private_public_or_neither() -> None:

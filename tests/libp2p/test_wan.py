@@ -35,6 +35,7 @@ from repository import ROOT
 
 from gossip.interface import OuterStepTaken
 from noloco_node.journal.events import CatchUp
+from noloco_node.libp2p import reachability
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.settings import NetworkSettings, Reachability
 from noloco_node.network.interface import Conversation
@@ -133,6 +134,13 @@ class Peer:
     def greet(self, other: Peer) -> float:
         """Send a number to another peer and take it back; return the seconds."""
         return self._do(self._echoed(self.network.talk(other.network.peer_id, "greet", SCHEMAS["greet"]), 1))
+
+    def reaches(self, other: Peer) -> bool:
+        """Say whether a greeting comes back."""
+        try:
+            return self.greet(other) > 0.0
+        except ConnectionError:
+            return False
 
     def greet_again(self, other: Peer) -> float:
         """Do the same on a conversation that stays open from one to the next."""
@@ -233,6 +241,28 @@ class Country:
             "nft add chain ip home door { type filter hook input priority 0 ; policy accept ; }",
             "nft add rule ip home door iifname wan ct state new counter drop",
         )
+
+    def forward(self, router: str, port: int) -> None:
+        """Let what comes to a port of a router through to the home behind it."""
+        self(
+            router,
+            "nft add chain ip home enter { type nat hook prerouting priority -100 ; }",
+            f"nft add rule ip home enter iifname wan tcp dport {port} dnat to 192.168.77.2:{port}",
+            "nft add rule ip home in ct status dnat accept",
+        )
+
+    def move(self, site: str, number: int) -> str:
+        """Give a router another address in place of its first, and end what went by that; return the new one."""
+        address = f"11.77.{number}.9"
+        self("core", f"ip route add blackhole 11.77.{number}.2/32")
+        self(
+            site,
+            f"ip addr del 11.77.{number}.2/24 dev wan",
+            f"ip addr add {address}/24 dev wan",
+            f"ip route replace default via 11.77.{number}.1",
+            f"nft insert rule ip home in ct reply ip daddr 11.77.{number}.2 meta l4proto tcp reject with tcp reset",
+        )
+        return address
 
     def lay_line(self, loss: float = 0.0) -> None:
         """Delay what the core forwards from now on, and lose a share of it."""
@@ -342,6 +372,26 @@ def test_peers_behind_a_router_converse_through_a_single_relay(country: Country)
     assert took_s > 2 * 2 * 2**20 * 8 / 20e6, "faster than the line: it took another way"
     kept_s = [inside.greet_again(boot) for _ in range(8)]
     assert min(kept_s) < 4 * ONE_WAY_S, "a call took more than one latency each way"
+
+
+def test_newcomers_reach_a_peer_with_a_forwarded_port_after_its_line_has_got_another_address(
+    country: Country, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reachability, "LOOK_S", 1.0)
+    host = country.site("boot", 1)
+    country.site("open", 2)
+    before = country.site("router", 3)
+    country.home("inside", "router")
+    country.forward("router", 4001)
+    boot, inside, outside = (country.peer(space) for space in ("boot", "inside", "open"))
+    boot.begin(listen=[f"/ip4/{host}/tcp/4001"], reach="open")
+    inside.begin(listen=["/ip4/0.0.0.0/tcp/4001"], bootstrap=boot.addresses)
+    assert inside.said == [f"others reach us at /ip4/{before}/tcp/4001: announcing that"]
+    after = country.move("router", 3)
+    said = f"others reach us at /ip4/{after}/tcp/4001: announcing that"
+    country.commands.until(lambda: said in inside.said, said)
+    outside.begin(bootstrap=boot.addresses)
+    country.commands.until(lambda: outside.reaches(inside), "a newcomer reaches it")
 
 
 def test_two_peers_behind_routers_meet_directly_once_others_know_where_they_come_from(country: Country) -> None:

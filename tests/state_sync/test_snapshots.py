@@ -383,11 +383,25 @@ async def test_a_peer_that_left_a_stage_twice_offers_what_it_left_last_and_nothi
     device: Any = SimpleNamespace(beside=beside)
     places = (hub.network("keeper"), device, archive, [shapes, shapes], lambda size: 60.0, lambda number: False)
     server = snapshot_keeper.SnapshotServer(*places)
+    serve = places[0].serve
+
+    async def slow_serve(*arguments: Any) -> None:
+        await asyncio.sleep(1.0)
+        await serve(*arguments)
+
+    places[0].serve = slow_serve  # type: ignore[method-assign]
+    lying.append(Checkpoint(counters(round=3, stage=1), {"slow": (torch.ones(2),)}))
+    async with background(server.note(lying[-1])):
+        await asyncio.sleep(0.5)  # then the node leaves the stage that it has served meanwhile
     for round in (5, 9):
         lying.append(Checkpoint(counters(round=round, stage=1), {"slow": (torch.ones(2),)}))
         await server.begin(own=0)
         told = await ask_manifests(other, ["keeper"], WeightsOf(1, shapes, SNAPSHOT))
         assert told.manifests["keeper"].round == round
+    lying.append(Checkpoint(counters(round=7, stage=1), {"slow": (torch.ones(2),)}))  # the file of round 9 is damaged
+    assert (await WeightsOf(1, shapes, SNAPSHOT).fetch(other, ["keeper"], 60.0, at_once)).round == 7
+    told = await ask_manifests(other, ["keeper"], WeightsOf(1, shapes, SNAPSHOT))
+    assert told.manifests["keeper"].round == 7, "it offers what it gives"
     assert not (await ask_manifests(other, ["keeper"], WeightsOf(0, shapes, SNAPSHOT))).manifests
 
 

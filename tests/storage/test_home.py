@@ -7,6 +7,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import NoReturn
 
@@ -63,6 +64,18 @@ def test_no_invite_s_secret_is_written_into_the_lock(tmp_path: Path, monkeypatch
     assert secret not in signed.command
     assert f"{SCHEME}555" in signed.command
     assert "--stay" in signed.command
+
+
+@given(st.binary(max_size=64), st.binary(max_size=8), st.integers(0, 80))
+def test_a_command_line_and_a_lock_may_be_any_bytes(argument: bytes, damage: bytes, at: int) -> None:
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["noloco-node", os.fsdecode(argument)])
+        with Home.open(path := Path(directory)):
+            assert holder(path).command.startswith("noloco-node ")
+            raw = (path / "lock").read_bytes()
+            (path / "lock").write_bytes(raw[:at] + damage + raw[at + len(damage) :])
+            with user_error(Exit.HOME_IN_USE):
+                Home.open(path)
 
 
 @pytest.mark.parametrize("how", ["moved", "removed", "replaced", "a file"])

@@ -158,6 +158,10 @@ async def test_a_stage_grows_into_shards_and_shrinks_back_and_nobody_gets_lost()
         assert roster.is_sample
         assert len(roster.stage(0)) < 140
         assert abs(size.peers - 140) <= 5.0 * size.error * size.peers
+    membership, _ = crowd.members["p0"]
+    for _ in range(6):
+        await asyncio.sleep(10.0)
+        assert (await membership.peek([0])).old_since_s is None, "a peer that reads nothing is not deaf"
     visitor = Membership(crowd.hub.network("v"), "run", 1, unix_time=lambda: 1e9 + crowd.loop.time(), shards=8)
     first = await visitor.peek()
     assert first.is_sample
@@ -170,6 +174,32 @@ async def test_a_stage_grows_into_shards_and_shrinks_back_and_nobody_gets_lost()
     await asyncio.sleep(4 * READ_S)
     assert {len(roster.stage(0)) for roster in crowd.rosters} == {20}
     assert not any(roster.is_sample for roster in crowd.rosters)
+
+
+@pytest.mark.parametrize("slow_s", [0.5, 5.0])
+async def test_what_is_to_be_published_while_an_earlier_record_is_on_its_way_follows_at_once(slow_s: float) -> None:
+    crowd = Crowd()
+    await crowd.join_all(140)
+    await asyncio.sleep(4 * READ_S)
+    membership, _ = crowd.members["p0"]
+    assert membership.roster.is_sample
+    network, under_way, told = crowd.hub.peer("p0"), asyncio.Event(), set[PeerState]()
+    assert network is not None
+    publish = network.publish
+
+    async def slow(key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
+        under_way.set()
+        await asyncio.sleep(slow_s)
+        published = decode_record(value, "p0", 0)
+        assert published is not None
+        told.add(published.record.state)
+        return await publish(key, subkey, value, lifetime_s)
+
+    network.publish = slow
+    await under_way.wait()
+    membership.update(record("p0", state=PeerState.FINISHED))
+    await asyncio.sleep(3 * slow_s + 2.0)
+    assert PeerState.FINISHED in told
 
 
 async def test_of_a_stage_that_begins_large_each_keeps_a_sample_from_its_first_reading_on() -> None:

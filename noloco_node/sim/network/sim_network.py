@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from noloco_node.network.interface import Handler
+from noloco_node.network.interface import Handler, UnknownTopic
 from noloco_node.network.schema import Schema
 from noloco_node.sim.network.conversation import StreamEnd, StreamHost
 from noloco_node.sim.network.link_model import OPEN_S, Access, NetworkConditions
@@ -138,7 +138,7 @@ class SimPeerNetwork(StreamHost):
             raise ConnectionRefusedError(f"{peer} cannot be reached: the dial was lost")
         served = other._served.get(topic)
         if served is None:
-            raise ConnectionRefusedError(f"{peer} does not serve {topic}: another run or version")
+            raise UnknownTopic(f"{peer} does not serve {topic}: another run or version")
         return other, served
 
     def answer(self, caller: StreamEnd, handler: Handler, schema: Schema) -> None:
