@@ -224,15 +224,8 @@ def _totals(collector: EventCollector) -> Counter[str]:
 
 
 def _nonzero(totals: Counter[str], *prefixes: str) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for prefix in prefixes:
-        word = prefix.rpartition(".")[2]
-        found |= {
-            f"{word}{name.removeprefix(prefix)}": count
-            for name, count in sorted(totals.items())
-            if name.startswith(prefix) and count
-        }
-    return found
+    found = ((name, count) for prefix in prefixes for name, count in sorted(totals.items()) if name.startswith(prefix))
+    return {name.partition(".")[2]: count for name, count in found if count}
 
 
 def _stage(number: int, world: World, collector: EventCollector, course: Sequence[TimelinePoint]) -> StageReport:
