@@ -184,9 +184,12 @@ def test_a_share_is_a_place_in_the_recording(share: float) -> None:
 async def test_a_taken_port_is_one_sentence(said: list[str]) -> None:
     async with served(said) as (_, url, _session):
         place = ServedPlace("127.0.0.1", port_of(url))
-        with user_error(Exit.PORT_TAKEN, r"Cannot serve --web at 127\.0\.0\.1:\d+\."):
-            async with page_served(PagePlace(place, "")):
-                pass
+        elsewhere = ServedPlace("192.0.2.7", 0)  # kept for examples, so no machine has it
+        for each, hint in ((place, "give another port "), (elsewhere, "give another address, ")):
+            with user_error(Exit.PORT_TAKEN, rf"Cannot serve --web at {re.escape(each.host)}:\d+\.") as caught:
+                async with page_served(PagePlace(each, "")):
+                    pass
+            assert caught.value.hint.startswith(hint)
         with pytest.raises(UserError, match="Cannot serve --web"), page_in_thread(PagePlace(place, "")):
             pass
         with pytest.raises(UserError, match="Cannot serve --metrics"):
