@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -63,7 +64,8 @@ class SimulateOptions:
         int | None, typer.Option(metavar="N", min=1, max=256, help="Stages of the model.", show_default="2")
     ] = None
     rounds: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Gossip rounds of each replica.", show_default="20")
+        int | None,
+        typer.Option(metavar="N", min=1, max=10**9, help="Gossip rounds of each replica.", show_default="20"),
     ] = None
     seed: Annotated[
         int | None,
@@ -88,7 +90,7 @@ def simulate(
     ] = None,
 ) -> None:
     """Run a whole swarm in virtual time, faults included, and say how fast it would be and what holds it up."""
-    if scenario is not None:
+    if scenario is not None and os.path.isfile(scenario):  # a pipe can be read once
         from noloco_node.sim.scenario.scenario import load_scenario
 
         load_scenario(scenario)  # before torch is loaded

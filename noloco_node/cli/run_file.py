@@ -17,7 +17,7 @@ from noloco_node.machine.signals import unwound
 from noloco_node.run.config import AdmissionRule
 from noloco_node.run.fields import converted
 from noloco_node.run.presets import check_free, check_named, machines_of, run_text, with_owner, with_values, write_text
-from noloco_node.run.runfile import decode_run, load_run
+from noloco_node.run.runfile import decode_run, load_run, read_run_text
 from noloco_node.storage.atomic_file import make_directory
 from noloco_node.storage.home import typed
 from pipeline.adapters.settings import NO_ADAPTER, AdapterConfig
@@ -68,12 +68,12 @@ class MachineOptions:
     def are_given(self) -> bool:
         return self != MachineOptions()
 
-    def completed_from(self, path: Path) -> MachineOptions:
-        """Return these, completed by the machines that the comment of the run file at `path` names, if any.
+    def completed_from(self, text: str, path: Path) -> MachineOptions:
+        """Return these, completed by the machines that the comment of a run file, its text from `path`, names, if any.
 
         Raises `UserError` (Exit.CONFIG) if that comment cannot be read.
         """
-        named = machines_of(path.read_text(encoding="utf-8"))
+        named = machines_of(text)
         if named is None:
             return self
         try:
@@ -281,7 +281,8 @@ def check(
     """
     # Refuse bad values before loading torch and before a long report.
     allowance = read_owner_limits(max_upload, max_download, monthly_cap, None)
-    _, run = options.figures(), load_run(path)
+    _, text = options.figures(), read_run_text(path)
+    run = decode_run(text, str(path))
     from noloco_node.planning import bandwidth, expectation
     from noloco_node.planning.plan_text import fitted, report
 
@@ -291,7 +292,7 @@ def check(
     if allowance.is_limited and not as_json:
         typer.echo("\n" + "\n".join(fitted(bandwidth.report(run, allowance))))
     if not as_json:
-        options = options.completed_from(path)
+        options = options.completed_from(text, path)
         machines = options.machines() if options.are_given else None
         typer.echo("\n" + "\n".join(expectation.report_machines(run, machines)))
 

@@ -252,7 +252,7 @@ class Libp2pNetwork:
         while True:
             try:
                 why = await self._live(config, look_s)
-                if not why:
+                if why is None:
                     before, doors = config, self._context.known_peers.beside(self._doors)
                     config = await preflight(self._context, config, PreflightGoal(False, True), doors, self._tell)
                     look_s = reachability.LOOK_S if config != before else min(2 * look_s, reachability.MOST_LOOK_S)
@@ -279,8 +279,8 @@ class Libp2pNetwork:
             self._tell(f"our libp2p daemon died ({why}); starting it again")
             await asyncio.sleep(wait_s)
 
-    async def _live(self, config: DaemonConfig, look_s: float) -> str:
-        """Run one daemon until it dies, and return its last words; until others reach us otherwise, and return none.
+    async def _live(self, config: DaemonConfig, look_s: float) -> str | None:
+        """Run one daemon until it dies, and return its last words; until others reach us otherwise, and return None.
 
         `look_s`: between two times at which others are asked that.
         """
@@ -311,7 +311,7 @@ class Libp2pNetwork:
                 for task in tasks:
                     if task.done():
                         task.result()
-                return joined.daemon.died.result() if joined.daemon.died.done() else ""
+                return joined.daemon.died.result() if joined.daemon.died.done() else None
             finally:
                 for task in tasks:
                     task.cancel()

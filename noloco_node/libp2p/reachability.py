@@ -341,4 +341,5 @@ def is_elsewhere(config: DaemonConfig, own: Sequence[str], said: ReachVerdict) -
     is_direct = config.dialable and not config.relays
     if said.dialled:
         return not is_direct or not set(said.places) & set(own)
-    return said.dialled is False and (is_direct or (not config.dialable and bool(said.relays)))
+    has_place = any("/p2p-circuit" in place for place in own)
+    return said.dialled is False and (is_direct or not (has_place or set(said.relays) <= set(config.relays)))

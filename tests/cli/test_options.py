@@ -1,6 +1,7 @@
 """What options of the command line take."""
 
 import io
+import os
 import traceback
 from pathlib import Path
 
@@ -84,10 +85,18 @@ def test_machines_that_no_person_could_type_are_no_better_in_a_comment(tmp_path:
     text = (tmp_path / "run.toml").read_text()
     machines = machines_of(text)
     assert machines is not None
-    (tmp_path / "run.toml").write_text(text.replace(machines, named))
     with pytest.raises(UserError, match="names machines that cannot be read") as caught:
-        MachineOptions().completed_from(tmp_path / "run.toml")
+        MachineOptions().completed_from(text.replace(machines, named), tmp_path / "run.toml")
     assert caught.value.why.endswith(named)
+
+
+def test_the_machines_in_a_comment_are_read_from_a_pipe(tmp_path: Path) -> None:
+    printed("init", tmp_path / "run.toml", "--peers", "2")
+    read, write = os.pipe()
+    os.write(write, (tmp_path / "run.toml").read_bytes())
+    os.close(write)
+    assert "On 2 machines" in printed("check", f"/dev/fd/{read}")
+    os.close(read)
 
 
 @pytest.mark.parametrize("path", ["~nobody-of-this-name/x", 5000 * "a", "a\0b"])

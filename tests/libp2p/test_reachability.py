@@ -162,6 +162,18 @@ def test_a_peer_at_work_starts_anew_where_others_come_otherwise_and_then_no_more
         assert set(judge(now).places) & {*own, *better.announce}
 
 
+@pytest.mark.parametrize("first", [(), (RELAY,)])
+@pytest.mark.parametrize("placed", [False, True])
+def test_a_peer_whose_relays_are_gone_looks_for_others_and_one_that_has_a_place_for_none(
+    first: tuple[str, ...], *, placed: bool
+) -> None:
+    """`first`: the relays at its start, when there may have been none."""
+    config = msgspec.structs.replace(POSTURE, relays=first, dialable=bool(first))
+    own = [NEAR, *([f"{RELAY}/p2p-circuit"] if placed else [])]
+    assert is_elsewhere(config, own, ReachVerdict(False, (), (RELAY, DOOR))) == (not placed)
+    assert not is_elsewhere(config, own, ReachVerdict(False, (), first))
+
+
 NEAR, ELSEWHERE = "/ip4/192.168.1.7/tcp/4001", "/ip4/203.0.113.9/tcp/4001"
 
 

@@ -26,7 +26,7 @@ def test_each_run_lies_there() -> None:
 
 @pytest.mark.parametrize("path", sorted(RUNS.iterdir()), ids=lambda path: path.stem)
 def test_a_run_fits_the_machines_that_it_names_and_keeps_its_preset(path: Path) -> None:
-    run, machines = load_run(path), MachineOptions().completed_from(path).machines()
+    run, machines = load_run(path), MachineOptions().completed_from(path.read_text("utf-8"), path).machines()
     asked = decode_run(run_text(path.name[:2]), "the preset")
     assert run.pipeline.peers <= machines.count
     assert fits(gpu_memories(run, model_layout(run), machines), machines)
@@ -45,6 +45,6 @@ def test_a_run_fits_the_machines_that_it_names_and_keeps_its_preset(path: Path) 
 
 def test_a_run_is_what_is_planned_now() -> None:
     path = RUNS / "1b-24gib-100-20.toml"
-    machines = MachineOptions().completed_from(path).machines()
+    machines = MachineOptions().completed_from(path.read_text("utf-8"), path).machines()
     planned = plan_for(decode_run(run_text("1b"), "the preset"), machines).run
     assert structs.replace(with_evaluations(planned), name="1b") == load_run(path)

@@ -1,6 +1,7 @@
 """`noloco-node simulate`: the figures fit together, the sentence is right, the output is what was asked for."""
 
 import json
+import os
 import signal
 import struct
 from pathlib import Path
@@ -242,6 +243,7 @@ def test_the_picture_is_one(name: str, request: pytest.FixtureRequest) -> None:
 def test_a_swarm_of_many_stages_is_drawn(calm: Report) -> None:
     many = msgspec.structs.replace(
         calm,
+        scenario=msgspec.structs.replace(calm.scenario, name="$\\frac$"),
         stages=calm.stages * 20,
         course=tuple(
             msgspec.structs.replace(moment, devices=moment.devices * 20, gap=moment.gap * 20) for moment in calm.course
@@ -295,6 +297,14 @@ def test_json_is_all_that_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert list(tmp_path.iterdir()) == []
     again = json.loads(run("--peers", "4", "--stages", "2", "--rounds", "3", "--seed", "5", "--json")[1])
     assert {**found, "real_s": 0} == {**again, "real_s": 0}
+
+
+def test_a_scenario_is_read_from_a_pipe() -> None:
+    read, write = os.pipe()
+    os.write(write, b"[swarm]\nstages = 3\nreplicas = 1\nrounds = 1\n")
+    os.close(write)
+    assert len(json.loads(run(f"/dev/fd/{read}", "--json")[1])["stages"]) == 3
+    os.close(read)
 
 
 def test_files_lie_where_they_were_asked_for(tmp_path: Path) -> None:
@@ -356,6 +366,8 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
             ["hostile peers", "python -m tests.explorer --scenario"],
         ),
         (None, ["--rounds", "0"], 2, []),
+        (None, ["--rounds", "1" + 400 * "0"], 2, []),
+        ("[devices]\nforward_s = 1e12\n", ["FILE"], Exit.CONFIG, ["too slow to be simulated"]),
     ],
 )
 def test_bad_input_is_refused(

@@ -23,7 +23,14 @@ from noloco_node.planning.windows import BACKWARD, FROZEN_BACKWARD
 from noloco_node.run.presets import run_text, write_text
 from noloco_node.run.runfile import load_run
 from noloco_node.sim.scenario import faults
-from noloco_node.sim.scenario.scenario import ROUNDS_OF_A_RUN, Scenario, SwarmConfig, decode_scenario, load_scenario
+from noloco_node.sim.scenario.scenario import (
+    ROUNDS_OF_A_RUN,
+    SCENARIO_BYTES,
+    Scenario,
+    SwarmConfig,
+    decode_scenario,
+    load_scenario,
+)
 from noloco_node.sim.scenario.setup import FOREVER_S, base, build_setup
 from pipeline.messages import Gradient, Microbatch
 from tests.explorer.scenario_file import scenario_text
@@ -48,7 +55,7 @@ def test_an_empty_scenario_is_a_swarm() -> None:
         ("[network]\nlatency = {mean_s = 0.1}\nloss = -0.5\n", "swarm.toml, line 3: network.loss", "outside"),
         ("[network]\nlatency = {mean_s = -0.1}\n", "swarm.toml, line 2: network.latency", "outside"),
         ("[network]\n[network.latency]\nmean_s = -1\n", "swarm.toml, line 3: network.latency.mean_s", "outside"),
-        ("[network.latency]\nmean_s = 0\nstd_s = 1\n", "line 3: network.latency.std_s", "cannot vary"),
+        ("[network.latency]\nmean_s = 1e-200\nstd_s = 1\n", "line 3: network.latency.std_s", "cannot vary"),
         ("[network.latency]\nmeans_s = 1\n", "swarm.toml, line 2", "did you mean mean_s?"),
         ("network.latency.mean_s = inf\n", "swarm.toml, line 1: network.latency.mean_s", "outside"),
         ("swarm.stages = 2\nswarm.replicas = -1\n", "swarm.toml, line 2: swarm.replicas", "outside"),
@@ -94,7 +101,15 @@ def test_an_empty_scenario_is_a_swarm() -> None:
             "more than 1000 times",
         ),
         ("fault = 3\n", "swarm.toml, line 1: fault is no list", "[[fault]]"),
-        ("name = ''\n", "swarm.toml, line 1: name", "empty"),
+        ("# a\u2028b\nname = ''\n", "swarm.toml, line 2: name", "empty"),
+        ("name = '\\u001b[31m'\n".replace("'", '"'), "swarm.toml, line 1: name", "printed"),
+        ("[swarm]\nrefresh_s = 1e-12\n", "line 2: swarm.refresh_s", "0.001"),
+        (SMALL + "[[fault]]\nkind = ['crash']\nat_s = 1\n", "swarm.toml, line 5: no fault is called", "crash, restart"),
+        (
+            SMALL + "[[fault]]\nkind = 'join'\nat_s = 1\npeer = 'late'\nstage = -1\n",
+            "line 8: fault[0].stage",
+            "outside",
+        ),
         (SMALL + "[fault]\nat_s = 1\nkind = 'crash'\n", "swarm.toml, line 4: fault is no list", "[[fault]]"),
         ("[swarm\n", "swarm.toml is not valid TOML", "line 1"),
     ],
@@ -117,6 +132,9 @@ def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="cannot be read"):
         load_scenario(tmp_path / "bytes.toml")
+    (tmp_path / "long.toml").write_bytes(b"#" + SCENARIO_BYTES * "é".encode())  # cut off within a letter
+    with pytest.raises(UserError, match="too long"):
+        load_scenario(tmp_path / "long.toml")
 
 
 def test_the_run_file_lies_beside_the_scenario(tmp_path: Path) -> None:
@@ -275,7 +293,7 @@ def test_a_run_that_no_swarm_could_train_is_refused() -> None:
 
 
 def test_a_run_file_by_itself_is_a_few_rounds_of_that_run(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
+    path = tmp_path / "mine\udcff.toml"  # a name that is no text
     path.write_text(run_text("tiny"))
     scenario = load_scenario(path)
     assert scenario == Scenario(name="mine", swarm=SwarmConfig(run=str(path), rounds=ROUNDS_OF_A_RUN))

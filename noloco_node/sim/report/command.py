@@ -20,7 +20,7 @@ import torch
 from msgspec import structs
 
 from noloco_node.errors import Exit, UserError, config_error, leaves, os_errors_as, storage_error, usage_error
-from noloco_node.run.fields import no_line, refuse
+from noloco_node.run.fields import refuse
 from noloco_node.run.runfile import load_run
 from noloco_node.sim.clock import Deadlock
 from noloco_node.sim.report.collector import EventCollector
@@ -30,14 +30,16 @@ from noloco_node.sim.report.watchers import EventTrace, PageWatcher, ProgressBar
 from noloco_node.sim.scenario.faults import Hostile
 from noloco_node.sim.scenario.scenario import Scenario, line_of, load_scenario, problems
 from noloco_node.sim.scenario.setup import SimSetup, base, build_setup
-from noloco_node.sim.world import Stuck, Watcher, World, simulate
+from noloco_node.sim.world import Stuck, Watcher, World, patience_s, simulate
 from noloco_node.storage import atomic_file
 from noloco_node.storage.home import typed
 from noloco_node.terminal import Bar
+from noloco_node.units import format_duration
 from noloco_node.web.places import PagePlace
 from noloco_node.web.server import Page, page_in_thread
 
 DEFAULT_OUT = Path("noloco-simulation")
+MOST_PATIENCE_S = 1e8  # a simulation of peers that wait longer would take days
 _HINT = "free some space, or give another with --out"
 Say = Callable[[str], None]
 
@@ -143,7 +145,13 @@ def complete(scenario: Scenario, path: Path | None) -> SimSetup:
             "they are part of the project's tests, which know what they must not achieve",
             f"in a checkout of the project: python -m tests.explorer --scenario {path}",
         )
-    setting = build_setup(scenario)
+    setting, origin = build_setup(scenario), "the flags" if path is None else str(path)
+    if (longest_s := patience_s(setting)) > MOST_PATIENCE_S:
+        raise config_error(
+            f"{origin}: this swarm is too slow to be simulated.",
+            f"its peers may wait for each other for a time that is {format_duration(longest_s)}",
+            "faster devices and lines, less latency, a shorter swarm.refresh_s, or faults that slow them down less",
+        )
     pipeline = setting.run.pipeline
     swarm = structs.replace(
         scenario.swarm,
@@ -152,10 +160,8 @@ def complete(scenario: Scenario, path: Path | None) -> SimSetup:
         inner_steps_per_round=setting.run.outer.inner_steps_per_round,
         late_inner_steps_per_round=setting.run.outer.late_inner_steps_per_round,
     )
-    origin, line = (
-        ("the flags", no_line) if path is None else (str(path), partial(line_of, path.read_text("utf-8-sig")))
-    )
-    refuse(problems(structs.replace(scenario, swarm=swarm)), origin, line)
+    text = path.read_text("utf-8-sig") if path is not None and path.is_file() else ""  # a pipe was read already
+    refuse(problems(structs.replace(scenario, swarm=swarm)), origin, partial(line_of, text))
     return setting
 
 

@@ -61,7 +61,7 @@ def picture(report: Report) -> bytes:
     waits = figure.add_subplot(below[0])
     for panel in (speed, devices):
         panel.tick_params(labelbottom=False)
-    figure.text(0.085, 1 - 0.35 / height, _heading(report), fontsize=14, fontweight="bold", color=INK)
+    figure.text(0.085, 1 - 0.35 / height, _heading(report), fontsize=14, fontweight="bold", color=INK, parse_math=False)
     figure.text(0.085, 1 - 0.45 / height, sentence, fontsize=9.5, color=QUIET, va="top", linespacing=1.3)
     _draw_speed(speed, report)
     _draw_stages(devices, report, [moment.devices for moment in report.course], 1.02)

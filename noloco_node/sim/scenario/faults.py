@@ -14,7 +14,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from noloco_node.sim.network.link_model import NotNegative, Positive, Share
+from noloco_node.sim.network.link_model import MOST, NotNegative, Positive, Share
 from noloco_node.units import Fraction
 
 HOUR_S = 3600.0
@@ -30,7 +30,7 @@ class Join(_At, frozen=True, tag="join"):
     """A new peer comes. `stage`: the one that it asks for; None lets it choose."""
 
     peer: str
-    stage: int | None = None
+    stage: Annotated[int, Meta(ge=0, le=int(MOST))] | None = None
 
 
 class Crash(_At, frozen=True, tag="crash"):

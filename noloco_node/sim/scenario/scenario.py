@@ -19,10 +19,10 @@ import msgspec
 from msgspec import Meta
 
 from gossip.settings import OuterConfig
-from noloco_node.errors import config_error
+from noloco_node.errors import config_error, one_line
 from noloco_node.run.config import DataConfig, PipelineConfig
 from noloco_node.run.fields import Problem, converted, fields_of, out_of_bounds, refuse, short, toml_table
-from noloco_node.sim.network.link_model import NetworkConditions, NotNegative, Positive, PositiveCount, Share
+from noloco_node.sim.network.link_model import MOST, NetworkConditions, NotNegative, Positive, PositiveCount, Share
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault, Join
 from noloco_node.storage.home import typed
@@ -30,6 +30,8 @@ from pipeline.inner_step import InnerConfig
 
 SCENARIO_BYTES = 2**20
 MOST_PEERS = 20_000
+MOST_SPREAD = 1e6
+"""Times its mean, what a latency varies by at most: draws of more would be no numbers."""
 ROUNDS_OF_A_RUN = 5
 """That are simulated of a run file by itself."""
 _RUN_SECTION = re.compile(r"(?m)^\s*\[model(\.sizes)?\]")
@@ -58,9 +60,9 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     transformer: the run's model is really trained, on its real text.
     """
-    refresh_s: Positive = 10.0
+    refresh_s: Annotated[float, Meta(ge=0.001, le=MOST)] = 10.0
     """How often each peer publishes its record and reads the roster."""
-    save_every_s: Positive = 300.0
+    save_every_s: Annotated[float, Meta(ge=0.001, le=MOST)] = 300.0
     moves: bool = False
     """Replicas go to another stage when they are needed there."""
     choose_stages: bool = False
@@ -144,17 +146,16 @@ def load_scenario(path: Path) -> Scenario:
     try:
         with path.open("rb") as file:
             raw = file.read(SCENARIO_BYTES + 1)
+        if len(raw) > SCENARIO_BYTES:
+            why = f"it has more than {SCENARIO_BYTES} bytes"
+            raise config_error(f"{path} is too long for a scenario.", why, "shorten it")
         text = raw.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
         hint = "check the path; docs/simulator.md shows a scenario"
         raise config_error(f"The scenario {path} cannot be read.", why, hint) from error
-    if len(raw) > SCENARIO_BYTES:
-        raise config_error(
-            f"{path} is too long for a scenario.", f"it has more than {SCENARIO_BYTES} bytes", "shorten it"
-        )
     if _RUN_SECTION.search(text):
-        return Scenario(name=path.stem, swarm=SwarmConfig(run=str(path), rounds=ROUNDS_OF_A_RUN))
+        return Scenario(name=one_line(path.stem), swarm=SwarmConfig(run=str(path), rounds=ROUNDS_OF_A_RUN))
     scenario = decode_scenario(text, str(path))
     if scenario.swarm.run is None:
         return scenario
@@ -180,25 +181,26 @@ def decode_scenario(text: str, origin: str) -> Scenario:
 
 def _fault(found: object, text: str, origin: str, number: int) -> Fault:
     word = found.get("kind") if isinstance(found, dict) else None
-    if not isinstance(found, dict) or word not in faults.KINDS:
+    kind = faults.KINDS.get(str(word))
+    if kind is None:
         where = line_of(text, f"fault[{number}].kind")
         what = f"{origin}{where}: {'this fault has no kind' if word is None else f'no fault is called {word!r}'}."
         raise config_error(short(what), "the kind says what happens", f"one of {', '.join(faults.KINDS)}")
-    fault: Fault = converted(found, faults.KINDS[word], origin, partial(line_of, text), f"fault[{number}]")
-    return fault
+    return converted(found, kind, origin, partial(line_of, text), f"fault[{number}]")
 
 
 def problems(scenario: Scenario) -> Iterator[Problem]:
     """Yield what no type states and is wrong all the same. Peers are checked where the scenario says how many."""
     swarm, devices, latency = scenario.swarm, scenario.devices, scenario.network.latency
     yield from out_of_bounds(msgspec.to_builtins(msgspec.structs.replace(scenario, fault=())), Scenario)
-    if not scenario.name.strip():
-        yield Problem("name", repr(scenario.name), "it is empty", 'a name such as "two sites", or leave it out')
+    if not scenario.name.strip() or not scenario.name.isprintable():
+        why = "it is empty, or cannot be printed in a line"
+        yield Problem("name", repr(scenario.name), why, 'a name such as "two sites", or leave it out')
     if not devices.slowness:
         yield Problem("devices.slowness", "[]", "it needs one number or more, all above 0", "for example [1.0, 2.0]")
-    if latency.std_s > 0.0 == latency.mean_s:
-        hint = "for example {mean_s = 0.05, std_s = 0.01}"
-        yield Problem("network.latency.std_s", f"{latency.std_s}", "a latency of 0 cannot vary", hint)
+    if latency.std_s > MOST_SPREAD * latency.mean_s:
+        why, hint = f"a latency of {latency.mean_s:g} s cannot vary so", "for example {mean_s = 0.05, std_s = 0.01}"
+        yield Problem("network.latency.std_s", f"{latency.std_s}", why, hint)
     for name in ("inner_steps_per_round", "late_inner_steps_per_round"):
         overlap, per_round = swarm.overlap_steps, getattr(swarm, name)
         if overlap is not None and per_round is not None and overlap >= max(2, per_round):
@@ -256,7 +258,7 @@ def line_of(text: str, where: str) -> str:
     if not path:
         return ""
     number = int(path.pop(1)) if len(path) > 1 and path[1].isdigit() else 0
-    lines = text.splitlines()
+    lines = text.split("\n")
     # The section that says most of the path: [network.latency] before [network].
     for depth in range(len(path), 0, -1):
         begins = [place for place, line in enumerate(lines) if _section(line) == path[:depth]]
