@@ -213,11 +213,6 @@ class GossipOptimizer(Leaves, optim.Optimizer):
                 hint="leave() the first one, which a `with` block does by itself, or another process",
             )
 
-    def _check_usable(self) -> None:
-        self._node.check_process()
-        self._check_here()
-        self._check_node()
-
     def _check_here(self) -> None:
         if self._has_left:
             raise usage_error(
@@ -229,7 +224,9 @@ class GossipOptimizer(Leaves, optim.Optimizer):
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Keep other threads out of a call: each of two steps at once would take the other's for its own."""
-        self._check_usable()
+        self._node.check_process()
+        self._check_here()
+        self._check_node()
         if not self._turn.acquire(blocking=False):
             raise usage_error(
                 "Another thread is in a call of this optimiser.",

@@ -68,8 +68,9 @@ class Swarm:
 
     def __init__(self, invite: str | PathLike[str], *, home: str | PathLike[str] | None = None) -> None:
         """Raise `noloco_node.errors.UserError` for what is no invite. `home`: has our ticket in a run with an owner."""
-        self._home = default_home("node") if home is None else typed(home).absolute()
-        self._invite = invites.found(invite_text(str(invite)), self._home)
+        place = default_home("node") if home is None else typed(home).absolute()
+        self._visitor = Visitor(home=place)
+        self._invite = invites.found(invite_text(str(invite)), place)
         invites.parse(self._invite)
 
     def status(self) -> SwarmStatus:
@@ -103,10 +104,6 @@ class Swarm:
         finally:
             thread.cancel()
             thread.wait()
-
-    @property
-    def _visitor(self) -> Visitor:
-        return Visitor(home=self._home)
 
 
 def export(

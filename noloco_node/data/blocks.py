@@ -231,7 +231,11 @@ class Blocks(BlockSource):
                 self._most_unfit -= 1
                 # The first epoch may be the rest of one: a whole one and another without a row are proof.
                 if len(left_out) > 2 or self._most_unfit <= 0:
-                    raise self._no_row() from unfit
+                    raise data_error(
+                        f"No row of the data fits a sequence of {self._length:,} tokens.",
+                        "; ".join(self._documents.unread.summary()),
+                        "a larger pipeline.sequence_length; `noloco-node data` shows how rows are read",
+                    ) from unfit
                 continue
             self._most_unfit = math.inf
             return _Drawn(document.place, tokens, document.name)
@@ -244,13 +248,6 @@ class Blocks(BlockSource):
         self._pending.append(_Drawn(self._documents.place, self._encoder.filling(1), ""))
         self._available += 1
         return True
-
-    def _no_row(self) -> UserError:
-        return data_error(
-            f"No row of the data fits a sequence of {self._length:,} tokens.",
-            "; ".join(self._documents.unread.summary()),
-            "a larger pipeline.sequence_length; `noloco-node data` shows how rows are read",
-        )
 
     def _take(self, most: int) -> Tensor:
         """Cut blocks out of the tokens that are there, and move on by all of each block's tokens but the last."""

@@ -117,28 +117,22 @@ class RowDocuments:
                 self.seek({"epoch": self._epoch + 1, "turn": 0, "chunk": 0, "state": None, "index": 0})
             if self._chunk is None:
                 self._chunk = self._persist(self._read_chunk)
-                self._chunk_order = self._arrange(len(self._chunk.rows))
+                count, self._chunk_order = len(self._chunk.rows), range(len(self._chunk.rows))
+                if self._order.shuffle and count:
+                    purpose = self._epoch, self._permutation[self._turn], self._number
+                    self._chunk_order = self._order.permutation(count, *purpose)
             if self._index < len(self._chunk.rows):
                 place = self.place
                 texts, name = self._chunk.rows[self._chunk_order[self._index]]
                 self._index += 1
                 self._in_epoch += 1
                 return Document(place, texts, name)
-            self._turn_page()
-
-    def _arrange(self, count: int) -> Any:
-        if self._order.shuffle and count:
-            return self._order.permutation(count, self._epoch, self._permutation[self._turn], self._number)
-        return range(count)
-
-    def _turn_page(self) -> None:
-        assert self._chunk is not None
-        self._state, self._chunk, self._index = self._chunk.state, None, 0
-        if self._state is None:
-            self._let_go()
-            self._turn, self._number = self._turn + 1, 0
-        else:
-            self._number += 1
+            self._state, self._chunk, self._index = self._chunk.state, None, 0
+            if self._state is None:
+                self._let_go()
+                self._turn, self._number = self._turn + 1, 0
+            else:
+                self._number += 1
 
     def _read_chunk(self) -> _Chunk:
         """Read rows of this part from `state` on, until they are many or the shard ends."""

@@ -150,11 +150,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Any, *args: Any, context: Context | None = None
     ) -> Any:
-        when_s = self._now_s + delay
-        entry = _Entry(callback, args, context, when_s)
-        entry.loop = self
-        heapq.heappush(self._timers, (when_s, next(self._numbers), entry))
-        return entry
+        return self.call_at(self._now_s + delay, callback, *args, context=context)
 
     def _run_once(self) -> None:
         """Run what is ready now; where nothing is, go to the next moment for which something is set."""

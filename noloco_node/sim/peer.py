@@ -21,10 +21,9 @@ from noloco_node.network.interface import PeerNetwork
 from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
 from noloco_node.node.replica import Replica
-from noloco_node.sim.hardware.memory_host import MemoryEvaluation, MemoryHost, MemoryStore
+from noloco_node.sim.hardware.memory_host import BlockText, MemoryEvaluation, MemoryHost, MemoryStore
 from noloco_node.sim.hardware.priced_stage import PricedStage, Stutter, VirtualDevice
 from noloco_node.sim.hardware.quadratic_model import VOCABULARY, RandomBatches, held_out_numbers
-from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.medium import Corruption
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.scenario.setup import SimSetup
@@ -99,7 +98,7 @@ class SimulatedPeer:
     ) -> None:
         """`observe`: takes note of each event of the peer's journal, in order."""
         self.name, self.asked_stage = name, asked_stage
-        self.access: Access = setting.access()
+        self.access = setting.access
         self.first_slowness = self.slowness = 1.0
         self.stutter = Stutter()
         self.tampering: Tampering | None = None
@@ -241,8 +240,6 @@ class SimulatedPeer:
     async def _open_text(self) -> Text:
         run = self._setting.run
         if self._setting.scenario.swarm.model == "transformer":
-            from noloco_node.sim.hardware.memory_host import BlockText
-
             return BlockText(run, self.name, self._setting.dimensions.vocabulary)
         digest = hashlib.sha256(f"{run.seed}|{self.name}".encode()).digest()
         return RandomBatches(run.pipeline.ids_shape, int.from_bytes(digest[:3], "big") % VOCABULARY)

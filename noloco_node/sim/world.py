@@ -283,7 +283,7 @@ MOST_NAMES = 20
 def patience_s(setting: SimSetup) -> float:
     """Return after how many virtual seconds without an inner step nobody will ever take one."""
     scenario, pipeline = setting.scenario, setting.run.pipeline
-    devices, line = scenario.devices, setting.access()
+    devices, line = scenario.devices, setting.access
     slowness, pause_s = max(devices.slowness), devices.stutter_pause_s
     slowest, slowest_pause_s, is_late = 1.0, 0.0, scenario.network.late > 0.0
     bytes_per_s = min(line.up_bytes_per_s, line.down_bytes_per_s)

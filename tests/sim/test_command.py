@@ -252,6 +252,11 @@ def test_a_swarm_of_many_stages_is_drawn(calm: Report) -> None:
     assert picture(many).startswith(b"\x89PNG")
 
 
+def test_a_swarm_that_ends_at_once_is_drawn() -> None:
+    swarm = "[swarm]\nstages = 1\nreplicas = 1\n"
+    assert picture(simulated(swarm + faults("kind = 'crash'\nat_s = 0\npeer = 's0r0'"))).startswith(b"\x89PNG")
+
+
 def test_progress_is_said_in_a_line() -> None:
     assert progress_line(0.42, 75.0, 2.0, 3.0) == "42%, virtual time 1:15, 37.5 times real time, about 0:03 left"
     assert progress_line(0.0, 0.0, 0.0, None) == "0%, virtual time 0:00, just begun"

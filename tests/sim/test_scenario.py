@@ -232,8 +232,8 @@ def test_without_a_run_file_the_scenario_says_what_things_cost() -> None:
         )
     )
     assert [prices.forward_s for prices in setting.prices] == [0.5, 0.5]
-    assert setting.access().up_bytes_per_s == 1e6
-    assert setting.access().down_bytes_per_s == math.inf
+    assert setting.access.up_bytes_per_s == 1e6
+    assert setting.access.down_bytes_per_s == math.inf
     microbatch = Microbatch.__new__(Microbatch)
     assert setting.sizes.size_bytes(microbatch, "microbatch/1") == 1100
     assert setting.sizes.size_bytes(Propose(round=1), "gossip/0") == 100

@@ -215,12 +215,8 @@ class VirtualDevice:
         self.slowness, self.stutter = 1.0, Stutter()
         self._job_s, self._rng = job_s, Random(f"{seed}|stutter")
         self._queue: deque[_Job] = deque()
-        self._busy = False
+        self.busy = False
         self._charged_s = 0.0
-
-    @property
-    def busy(self) -> bool:
-        return self._busy
 
     def charge(self, seconds: float) -> None:
         self._charged_s += seconds * self.slowness
@@ -233,7 +229,7 @@ class VirtualDevice:
         loop = asyncio.get_running_loop()
         entry = _Job(job, args, loop.create_future())
         self._queue.append(entry)
-        if not self._busy:
+        if not self.busy:
             self._begin()
         try:
             result: T = await entry.waiter
@@ -263,7 +259,7 @@ class VirtualDevice:
 
     def _begin(self) -> None:
         entry = self._queue.popleft()
-        self._busy = entry.begun = True
+        self.busy = entry.begun = True
         self._charged_s = self._job_s * self.slowness
         failure, result = None, None
         try:
@@ -278,7 +274,7 @@ class VirtualDevice:
         asyncio.get_running_loop().call_later(cost_s, self._end, entry, result, failure)
 
     def _end(self, entry: _Job, result: Any, failure: Exception | None) -> None:
-        entry.ended, self._busy = True, False
+        entry.ended, self.busy = True, False
         if entry.waiter.cancelled():
             # Its task wakes up to a cancellation that came in this very moment: the job is done all the same.
             pass

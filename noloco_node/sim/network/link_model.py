@@ -40,17 +40,13 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     mean_s: NotNegative = 0.02
     std_s: NotNegative = 0.0
 
-    @property
-    def is_constant(self) -> bool:
-        return self.shape == "constant" or self.std_s == 0.0
-
     def sampler(self, rng: Random) -> Callable[[], float]:
         """Return a function that draws one latency in seconds, never negative; what does not change is worked out once.
 
         A uniform draw that would be negative is 0, so its mean grows where `std_s` > `mean_s` / sqrt(3).
         """
         mean_s = self.mean_s
-        if self.is_constant:
+        if self.shape == "constant" or self.std_s == 0.0:
             return lambda: mean_s
         if self.shape == "uniform":
             half = math.sqrt(3.0) * self.std_s
@@ -90,14 +86,10 @@ class Access:
 
 
 class LinkUse(NamedTuple):
-    """The use of one direction of a peer's line: bytes moved, bytes that it could have moved, seconds in use.
-
-    An unlimited line could have moved any number, and is never counted as in use.
-    """
+    """The use of one direction of a peer's line: bytes moved, and bytes that it could have moved."""
 
     moved_bytes: float
     capacity_bytes: float
-    busy_s: float
 
     @property
     def utilisation(self) -> float:
@@ -107,31 +99,19 @@ class LinkUse(NamedTuple):
 class Link:
     """One direction of one peer's line. `round_share`: what rounds have of it; None: they are as others."""
 
-    __slots__ = (
-        "_busy_s",
-        "_capacity_bytes",
-        "_changed_s",
-        "_rounds",
-        "_since_s",
-        "flows",
-        "moved_bytes",
-        "rate",
-        "round_share",
-    )
+    __slots__ = ("_capacity_bytes", "_changed_s", "_rounds", "flows", "moved_bytes", "rate", "round_share")
 
     def __init__(self, rate: float, now_s: float, round_share: float | None = None) -> None:
         self.rate, self.round_share = rate, round_share
         self._rounds = 0
         self.moved_bytes = 0.0
         self.flows: dict[Transfer, None] = {}
-        self._capacity_bytes = self._busy_s = 0.0
-        self._changed_s = self._since_s = now_s
+        self._capacity_bytes, self._changed_s = 0.0, now_s
 
     def use(self, now_s: float) -> LinkUse:
         """Return what was moved since the beginning, transfers under way included."""
         moved_bytes = self.moved_bytes + sum(flow.unsettled_bytes(now_s) for flow in self.flows)
-        busy_s = self._busy_s + (now_s - self._since_s if self.flows else 0.0)
-        return LinkUse(moved_bytes, self._capacity_bytes + self._could_move(now_s), busy_s)
+        return LinkUse(moved_bytes, self._capacity_bytes + self._could_move(now_s))
 
     def change(self, rate: float, now_s: float) -> None:
         self._capacity_bytes += self._could_move(now_s)
@@ -139,17 +119,13 @@ class Link:
         for flow in list(self.flows):
             flow.retime(now_s)
 
-    def add(self, flow: Transfer, now_s: float) -> None:
-        if not self.flows:
-            self._since_s = now_s
+    def add(self, flow: Transfer) -> None:
         self.flows[flow] = None
         self._rounds += flow.in_round
 
-    def remove(self, flow: Transfer, now_s: float) -> None:
+    def remove(self, flow: Transfer) -> None:
         del self.flows[flow]
         self._rounds -= flow.in_round
-        if not self.flows:
-            self._busy_s += now_s - self._since_s
 
     def rate_of(self, flow: Transfer) -> float:
         count, rounds = len(self.flows), self._rounds
@@ -182,8 +158,8 @@ class Transfer:
         self._rate = 0.0
         self._timer: asyncio.TimerHandle | None = None
         now_s = self._settled_s = asyncio.get_running_loop().time()
-        up.add(self, now_s)
-        down.add(self, now_s)
+        up.add(self)
+        down.add(self)
         self._retime_neighbours(now_s)
 
     def cancel(self) -> None:
@@ -225,8 +201,8 @@ class Transfer:
     def _leave(self, now_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._up.remove(self, now_s)
-        self._down.remove(self, now_s)
+        self._up.remove(self)
+        self._down.remove(self)
         self._retime_neighbours(now_s)
 
     def _retime_neighbours(self, now_s: float) -> None:

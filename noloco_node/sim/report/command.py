@@ -41,7 +41,6 @@ from noloco_node.web.server import Page, page_in_thread
 DEFAULT_OUT = Path("noloco-simulation")
 MOST_PATIENCE_S = 1e8  # a simulation of peers that wait longer would take days
 _HINT = "free some space, or give another with --out"
-Say = Callable[[str], None]
 
 
 class SimulationRequest(NamedTuple):
@@ -66,7 +65,7 @@ class SimulationRequest(NamedTuple):
         return DEFAULT_OUT if self.trace or not self.as_json else None
 
 
-def simulate_scenario(path: Path | None, wanted: SimulationRequest, say: Say) -> int:
+def simulate_scenario(path: Path | None, wanted: SimulationRequest, say: Callable[[str], None]) -> int:
     """Simulate a scenario; `say` prints what the command returns. Return the exit code; raises `UserError`.
 
     A swarm that came to a standstill has its report, and 1.
@@ -76,26 +75,19 @@ def simulate_scenario(path: Path | None, wanted: SimulationRequest, say: Say) ->
     if directory is not None:
         _look_at(directory)
     with page_in_thread(wanted.page) as page:
-        code = _simulate_and_tell(setting, directory, wanted, say, page)
+        report = _simulate(setting, directory if wanted.trace else None, page)
+        if directory is not None:
+            _write(directory, report)
+        if wanted.as_json:
+            say(msgspec.json.encode(report).decode())
+        else:
+            say("\n".join(lines(report)))
+            say(f"\nIn {directory}: swarm.png, report.txt, report.json{', events.jsonl' if wanted.trace else ''}")
         if page is not None:
             print("the page stays until Ctrl-C", file=sys.stderr, flush=True)
             with suppress(KeyboardInterrupt):
                 while True:
                     time.sleep(3600.0)
-    return code
-
-
-def _simulate_and_tell(
-    setting: SimSetup, directory: Path | None, wanted: SimulationRequest, say: Say, page: Page | None
-) -> int:
-    report = _simulate(setting, directory if wanted.trace else None, page)
-    if directory is not None:
-        _write(directory, report)
-    if wanted.as_json:
-        say(msgspec.json.encode(report).decode())
-    else:
-        say("\n".join(lines(report)))
-        say(f"\nIn {directory}: swarm.png, report.txt, report.json{', events.jsonl' if wanted.trace else ''}")
     return Exit.OK if report.standstill is None else Exit.BUG
 
 

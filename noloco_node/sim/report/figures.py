@@ -18,7 +18,7 @@ from noloco_node.observe.bottleneck import Cause
 from noloco_node.sim.report.collector import EventCollector, Happened, Migrated, Row, StageTime
 from noloco_node.sim.scenario.scenario import Scenario
 from noloco_node.sim.scenario.setup import SimSetup
-from noloco_node.sim.world import World
+from noloco_node.sim.world import LOOK_S, World
 
 MOMENTS = 60
 """Pieces of the timeline, at most."""
@@ -167,9 +167,10 @@ def make_report(world: World, collector: EventCollector) -> Report:
     """Sum up a world that has come to its end; to be called within its loop."""
     collector.close()
     setting, run, counts = world.setting, world.setting.run, world.network.statistics()
-    # What comes after the last step is no part of the course; its last row says what became of all.
+    # What comes after the last step is no part of the course; its last row says what became of all. A course has a
+    # length, also where all was over at once.
     rows = [row for row in collector.rows if row.at_s < world.ended_s]
-    rows.append(collector.rows[-1]._replace(at_s=world.ended_s or collector.rows[-1].at_s))
+    rows.append(collector.rows[-1]._replace(at_s=world.ended_s or collector.rows[-1].at_s or LOOK_S))
     course, lasted_s = timeline_of(rows, setting), training_s(rows, world.ended_s)
     totals = _totals(collector)
     microbatches = collector.stage_times.microbatches()
@@ -224,15 +225,8 @@ def _totals(collector: EventCollector) -> Counter[str]:
 
 
 def _nonzero(totals: Counter[str], *prefixes: str) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for prefix in prefixes:
-        word = prefix.rpartition(".")[2]
-        found |= {
-            f"{word}{name.removeprefix(prefix)}": count
-            for name, count in sorted(totals.items())
-            if name.startswith(prefix) and count
-        }
-    return found
+    found = ((name, count) for prefix in prefixes for name, count in sorted(totals.items()) if name.startswith(prefix))
+    return {name.partition(".")[2]: count for name, count in found if count}
 
 
 def _stage(number: int, world: World, collector: EventCollector, course: Sequence[TimelinePoint]) -> StageReport:

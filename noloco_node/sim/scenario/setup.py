@@ -33,7 +33,7 @@ from noloco_node.sim.hardware.quadratic_model import SIZE, WIDE, WIDE_CENTRE, Qu
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault
-from noloco_node.sim.scenario.scenario import MOST_PEERS, RUN_FIELDS, Scenario, SwarmConfig, planned
+from noloco_node.sim.scenario.scenario import MOST_PEERS, RUN_FIELDS, NetworkConfig, Scenario, SwarmConfig, planned
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.units import format_bytes
 from pipeline.inner_step import InnerConfig
@@ -121,6 +121,7 @@ class SimSetup(NamedTuple):
     """By which nodes reckon their deadlines: from the weights in their hands, and a quadratic model's are small."""
     line_s: tuple[float, ...]
     """That a microbatch takes of a line at each stage, as owners know it."""
+    access: Access
 
     @property
     def run(self) -> RunConfig:
@@ -130,12 +131,8 @@ class SimSetup(NamedTuple):
     def peers(self) -> list[str]:
         return planned(self.run.pipeline.stages, self.run.pipeline.replicas)
 
-    def access(self) -> Access:
-        return _access(self.scenario)
 
-
-def _access(scenario: Scenario) -> Access:
-    network = scenario.network
+def _access(network: NetworkConfig) -> Access:
     up, down = (rate or math.inf for rate in (network.up_mbit_per_s, network.down_mbit_per_s))
     return Access(up_bytes_per_s=up * MBIT_BYTES, down_bytes_per_s=down * MBIT_BYTES)
 
@@ -175,7 +172,7 @@ def build_setup(scenario: Scenario) -> SimSetup:
         raise config_error(what, f"{MOST_PEERS} are simulated at most", "fewer stages or replicas")
     plan = None
     if transformer or swarm.run is not None:
-        from noloco_node.planning.model_layout import model_layout
+        from noloco_node.planning.model_layout import make_stage, model_layout
 
         plan = model_layout(run)
     if not transformer:
@@ -188,25 +185,30 @@ def build_setup(scenario: Scenario) -> SimSetup:
     sizes = MessageSizes(scenario, real, plan)
     largest_bytes = max(sizes.stage_bytes)
     dimensions: Dimensions = plan if plan is not None and transformer else layout
+    access = _access(scenario.network)
+
+    def build(number: int) -> StageModel:
+        if plan is not None and transformer:
+            return make_stage(run, plan, number, torch.device("cpu"))
+        return QuadraticModel(number, size, centre)
+
     return SimSetup(
         scenario=scenario,
         recipe=RunFileText.made(run),
         dimensions=dimensions,
         prices=prices,
-        build=_transformers(run, plan)
-        if plan is not None and transformer
-        else lambda number: QuadraticModel(number, size, centre),
+        build=build,
         sizes=sizes,
         faults=faults.unfold(scenario.fault, planned(stages, replicas), scenario.seed),
         microbatch_tokens=real.pipeline.microbatch_tokens,
         parameters=0 if plan is None else sum(sizes.stage_bytes) // 4,
         slowest_bytes_per_s=SLOWEST_BYTES_PER_S * QUADRATIC_BYTES.get(swarm.model, largest_bytes) / largest_bytes,
-        line_s=_line_seconds(scenario, real, plan) if plan is not None and swarm.choose_stages else (),
+        line_s=_line_seconds(access, real, plan) if plan is not None and swarm.choose_stages else (),
+        access=access,
     )
 
 
-def _line_seconds(scenario: Scenario, run: RunConfig, plan: ModelLayout) -> tuple[float, ...]:
-    line = _access(scenario)
+def _line_seconds(line: Access, run: RunConfig, plan: ModelLayout) -> tuple[float, ...]:
     moved = [microbatch_bytes(run, plan, stage) for stage in run.pipeline.all_stages]
     return tuple(max(each.up / line.up_bytes_per_s, each.down / line.down_bytes_per_s) for each in moved)
 
@@ -238,15 +240,6 @@ def _with_shapes_of_bowls(run: RunConfig) -> RunConfig:
         run.pipeline, sequence_length=1, microbatch_size=1, codec="float32", subspace=None, boundaries=None
     )
     return structs.replace(run, pipeline=pipeline)
-
-
-def _transformers(run: RunConfig, plan: ModelLayout) -> Callable[[int], StageModel]:
-    def build(number: int) -> StageModel:
-        from noloco_node.planning.model_layout import make_stage
-
-        return make_stage(run, plan, number, torch.device("cpu"))
-
-    return build
 
 
 def _prices(scenario: Scenario, run: RunConfig, plan: ModelLayout | None) -> tuple[Prices, ...]:

@@ -83,10 +83,8 @@ def test_every_byte_passes_and_none_faster_than_a_line(jobs: Jobs, rates: list[f
         end_s = max((jobs[index][3] + taken[index] for index in mine), default=0.0)
         use = link.use(end_s + 1)
         assert use.moved_bytes == pytest.approx(size)
-        assert use.busy_s <= end_s + 1e-6
         if link.rate < math.inf:
             assert use.capacity_bytes == pytest.approx(link.rate * (end_s + 1))
-            assert size <= link.rate * use.busy_s * (1 + 1e-6) + 1e-3
             assert 0 <= use.utilisation <= 1
 
 
@@ -104,4 +102,3 @@ async def test_a_cancelled_transfer_and_a_new_rate_change_the_others_at_once() -
     assert ended == [("second", pytest.approx(10 + 2.5 + 10))]
     assert up.use(loop.time()).moved_bytes == pytest.approx(1500)
     assert up.use(loop.time()).capacity_bytes == pytest.approx(12.5 * 100 + 100 * 25)
-    assert up.use(loop.time()).busy_s == pytest.approx(22.5)
