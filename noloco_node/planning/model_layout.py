@@ -346,6 +346,6 @@ def published_config(place: str | Path | None, **options: Any) -> Any:
     from transformers import AutoConfig, PretrainedConfig
 
     given, _ = PretrainedConfig.get_config_dict(place, **options)
-    if (wrong := next(oversized(given), None)) is not None:
-        raise ValueError(f"{wrong.field} = {wrong.value}: {wrong.why}")
+    for name, value, why, _ in oversized(given):
+        raise ValueError(f"{name} = {value}: {why}")
     return AutoConfig.from_pretrained(place, trust_remote_code=False, **options)
