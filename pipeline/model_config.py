@@ -134,11 +134,19 @@ def prepare(config: Config, dropout: float = 0.0) -> Prepared:
     return Prepared(config, tied, config.to_json_string(use_diff=False))
 
 
+WIDEST_HEAD = 512  # twice as wide as those of the families that are known
+
+
 def tiny_config(config: Config) -> Config:
-    """Shrink a config to three layers of two heads and a vocabulary of 32, all its other choices kept."""
+    """Shrink a config to three layers of two heads and a vocabulary of 32, all its other choices kept.
+
+    A stranger's heads may be of any width: wider ones than `WIDEST_HEAD` are narrowed.
+    """
     tiny = copy.deepcopy(config)
     head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     shrunk: dict[str, Any] = {"vocab_size": 32, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    if head_width > WIDEST_HEAD:
+        head_width = shrunk["head_dim"] = WIDEST_HEAD
     shrunk |= {"num_attention_heads": 2, "hidden_size": 2 * head_width, "num_hidden_layers": 3}
     for name in ("num_key_value_heads", "num_kv_heads"):
         if groups := getattr(config, name, None):

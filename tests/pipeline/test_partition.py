@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.decoder_slice import Cut, NotSliceableError, find_decoder_parts
 from pipeline.forward_pass import Slice
-from pipeline.model_config import Config, Prepared, family_config, prepare
+from pipeline.model_config import Config, Prepared, family_config, prepare, tiny_config
 from pipeline.partition import _most_even, _Work, build, cut, forward_flops, skeleton, slice_size, verify_family
 
 LLAMA: dict[str, Any] = {
@@ -301,6 +301,12 @@ def test_preparing_copies_the_config_and_sets_all_dropout() -> None:
     assert not any(
         isinstance(m, nn.Dropout) and m.p for m in build(prepared("gpt2"), Cut(0, 4, True, True), 0).modules()
     )
+
+
+def test_heads_of_any_width_are_tried_at_small_sizes() -> None:
+    wide = family_config("llama", {"hidden_size": 80_000, "num_attention_heads": 2, "num_key_value_heads": 2})
+    assert max(each.numel() for each in skeleton(tiny_config(wide)).parameters()) < 2**22
+    verify_family(wide)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
