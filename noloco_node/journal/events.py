@@ -13,7 +13,9 @@ import msgspec
 from msgspec import structs
 
 from gossip.interface import OuterStepTaken, PartnerTooStale, RoundSkipped
+from noloco_node.network.wire import is_usable
 from noloco_node.run.peer_state import LONGEST_DETAIL, Evaluation, PeerState, Wait, WaitCause
+from noloco_node.units import LATEST_UNIX_S
 
 RUN_OVER = "the run is over"  # why training has ended whose budget is used up (`Finished.why`)
 
@@ -317,6 +319,8 @@ class _TextWait(_Event, frozen=True, tag="state"):
     waiting: str
 
 
+_MOST = {"at": LATEST_UNIX_S, "progress": 1.0, "stage": 255, "origin": 255, "target": 255}
+"""The largest numbers with such names in an event, of which none is below zero."""
 _UNREADABLE = (ValueError, RecursionError)  # the second: brackets nested without end
 _NAME: msgspec.json.Decoder[_Named] = msgspec.json.Decoder(_Named)
 _NODE_EVENT: msgspec.json.Decoder[NodeEvent] = msgspec.json.Decoder(NodeEvent)
@@ -336,12 +340,25 @@ def fields_of(event: Event) -> dict[str, object]:
 
 
 def decode(line: bytes) -> Event | None:
-    """Return the event of a line; None where it is none that we know."""
+    """Return the event of a line; None where it is none that we know, or no arithmetic can use its numbers."""
+    event: Event | None
     try:
         kind = _ROUND_EVENT.get(_NAME.decode(line).event)
-        return _NODE_EVENT.decode(line) if kind is None else kind.decode(line)
+        event = _NODE_EVENT.decode(line) if kind is None else kind.decode(line)
     except _UNREADABLE:
-        return _decode_text_wait(line)
+        event = _decode_text_wait(line)
+    return None if event is None or not _has_usable_numbers(event) else event
+
+
+def _has_usable_numbers(event: Event) -> bool:
+    """Say whether the numbers of an event lie within bounds: a journal may be a stranger's, or damaged."""
+    for name, value in msgspec.to_builtins(event).items():
+        for each in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(each, int | float) and not (
+                is_usable(each) and (name not in _MOST or 0 <= each <= _MOST[name])
+            ):
+                return False
+    return True
 
 
 def _decode_text_wait(line: bytes) -> StateChanged | None:

@@ -15,18 +15,12 @@ import msgspec
 
 from gossip.interface import OuterStepTaken, RoundSkipped
 from noloco_node.journal import events
-from noloco_node.network.wire import is_usable
 from noloco_node.observe.swarm_view import Thinned
 from noloco_node.run.peer_state import PeerState, Wait
 from noloco_node.swarm.roster import Given
-from noloco_node.units import LATEST_UNIX_S
 
 LONGEST_PAUSE_S = 120.0  # between two lines of a journal whose node was there all the time: it writes more often
 RECENT = 8  # inner steps that the present speed is measured over
-MOST = {"at": LATEST_UNIX_S, "progress": 1.0, "stage": 255, "origin": 255, "target": 255}
-"""The largest numbers with such names in an event, of which none is below zero."""
-
-
 Number = TypeVar("Number", int, float)
 
 
@@ -135,20 +129,9 @@ def _all_grown(before: Mapping[str, int], now: Mapping[str, int]) -> Mapping[str
     return {name: total - before.get(name, 0) for name, total in now.items()}
 
 
-def has_usable_numbers(event: events.Event) -> bool:
-    """Say whether the numbers of an event lie within bounds: a journal may be a stranger's, or damaged."""
-    for name, value in msgspec.to_builtins(event).items():
-        for each in value.values() if isinstance(value, dict) else (value,):
-            if isinstance(each, int | float) and not (
-                is_usable(each) and (name not in MOST or 0 <= each <= MOST[name])
-            ):
-                return False
-    return True
-
-
 def ledger_of(journal: Iterable[events.Event]) -> ContributionLedger:
     ledger = ContributionLedger()
-    for event in filter(has_usable_numbers, journal):
+    for event in journal:
         ledger.take(event)
     return ledger
 

@@ -23,7 +23,7 @@ from noloco_node.errors import UserError, config_error
 from noloco_node.journal import events
 from noloco_node.journal.reader import journals_in, read
 from noloco_node.observe.journal_observer import JournalObserver
-from noloco_node.observe.peer_history import PeerHistory, has_usable_numbers
+from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import Change, SwarmView
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import decode_run
@@ -245,7 +245,7 @@ def read_journals(places: Sequence[Path]) -> Recording:
     journals = journals_in(places)
     run = next((found for path in journals.values() if (found := _run_of(path.parent)) is not None), None)
     title = run.name if run is not None else places[0].absolute().name
-    taken = {name: list(filter(has_usable_numbers, read(path))) for name, path in journals.items()}
+    taken = {name: list(read(path)) for name, path in journals.items()}
     begun = [event for each in taken.values() for event in each if isinstance(event, events.Started)]
     last = max(begun, key=lambda event: event.at, default=None)
     if last is not None:
@@ -272,7 +272,7 @@ def _read_trace(path: Path) -> Recording:
             except (ValueError, RecursionError):  # the second: brackets nested without end
                 continue
             event = events.decode(line)
-            if event is not None and found.node and has_usable_numbers(event):
+            if event is not None and found.node:
                 taken.setdefault(found.node, []).append(event)
             elif found.event == "fault":
                 faults.append(Change(at=found.at, name="fault:", text=found.text))

@@ -18,10 +18,11 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from pathlib import Path
 from threading import Thread
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import msgspec
 from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
 
 from noloco_node.network.swarm_clock import CLOCK
 from noloco_node.observe.metrics import NodeMetrics
@@ -70,13 +71,6 @@ OF_PAGE = _Bounds(connections=128, line_bytes=8190, headers=64)
 """A browser sends the cookies of everything else on the same host."""
 
 
-class _Refused(asyncio.Protocol):
-    """Ends a connection beyond the bound."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.Transport, transport).abort()  # uvloop's is no subclass
-
-
 @asynccontextmanager
 async def _listening(
     answer: Callable[[web.Request], Awaitable[web.StreamResponse]], place: ServedPlace, option: str, bounds: _Bounds
@@ -101,15 +95,14 @@ async def _listening(
         finally:
             asking.discard(request.protocol)
 
-    def admitted() -> asyncio.Protocol:
+    def connected(handler: RequestHandler, transport: asyncio.Transport) -> None:
+        # Not where the connection is accepted: a hundred are, before the first of them counts.
+        begin(handler, transport)
         assert server is not None
-        if len(server.connections) >= bounds.connections:
-            waiting = (each.transport for each in server.connections if each not in asking)
-            oldest = next(filter(None, waiting), None)
-            if oldest is None:
-                return _Refused()
-            oldest.abort()  # to close it would wait for a stranger that reads nothing
-        return server()
+        there = [each for each in server.connections if each.transport and not each.transport.is_closing()]
+        if len(there) > bounds.connections:
+            oldest = next((each.transport for each in there if each not in asking and each is not handler), None)
+            (oldest or transport).abort()  # to close it would wait for a stranger that reads nothing
 
     async def guard(_: web.Request, response: web.StreamResponse) -> None:
         response.headers.update(HEADERS)
@@ -129,10 +122,12 @@ async def _listening(
         max_headers=bounds.headers,
     )
     await runner.setup()
+    server = runner.server
+    assert server is not None
     try:
-        server = runner.server
+        begin, server.connection_made = server.connection_made, connected  # type: ignore[method-assign]
         try:
-            listener = await asyncio.get_running_loop().create_server(admitted, place.host, place.port)
+            listener = await asyncio.get_running_loop().create_server(server, place.host, place.port)
         except OSError as error:
             raise place.refused(option, error) from error
         with closing(listener):

@@ -4,19 +4,23 @@ import csv
 import os
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import msgspec
 import pyarrow.parquet
 import pytest
 from command_line import printed
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import structs
-from sample_events import started, write_journal
+from sample_events import inner, started, write_journal
 from typer.testing import CliRunner
 
 from noloco_node.cli.main import app
 from noloco_node.errors import UserError
 from noloco_node.journal import events
 from noloco_node.journal.writer import Journal
-from noloco_node.observe.journal_reports import TableFormat, export_journals
+from noloco_node.observe.journal_reports import TableFormat, export_journals, report
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from tests.support.fake_loggers import FakeLoggers
 
@@ -128,6 +132,24 @@ def test_weights_and_biases_sends_nothing(homes: Path, tmp_path: Path, loggers: 
     ]
     losses = [each for each in loggers.told if isinstance(each, dict) and "train/loss" in each]
     assert [(each["train/global_step"], each["train/loss"]) for each in losses] == [(2, 2.0), (2, 2.0)]
+
+
+@given(number=st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.just(10**400))
+def test_no_number_in_a_damaged_journal_ends_a_report(number: float) -> None:
+    first, step = started("p", 0), inner(1, 0.0)
+    told = [events.Continued(**structs.asdict(first)), first, structs.replace(step, tokens=1), step]
+    damaged = [
+        msgspec.json.encode({**events.fields_of(each), "at": 1e9} | {field: number})
+        for each in told
+        for field in ("at", "step", "tokens", "seconds")
+    ]
+    with TemporaryDirectory() as name:
+        home = Path(name)
+        whole = msgspec.json.encode({**events.fields_of(first), "at": 1e9})
+        (home / "journal.jsonl").write_bytes(b"\n".join([*damaged, whole, b""]))
+        assert "run " in report(home, as_json=False)
+        for kind in (TableFormat.CSV, TableFormat.PARQUET):
+            assert export_journals([home], home / kind, kind)
 
 
 @pytest.mark.parametrize("kind", [TableFormat.CSV, TableFormat.PARQUET])
