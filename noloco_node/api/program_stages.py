@@ -29,6 +29,8 @@ from pipeline.stage import Stage
 
 BuildStage: TypeAlias = Callable[[int], nn.Module]
 _TOKENS = 2  # of the one sequence on which a stage is tried
+MOST_NOT_FINITE = 8
+"""Results with NaN in a row that end a node. Other peers refuse each; one may be of an odd batch."""
 
 
 def stage_parameters(stage: int, module: nn.Module) -> dict[str, nn.Parameter]:
@@ -134,6 +136,7 @@ class ProgramSlice(Slice):
         last = stage == len(layout.shapes) - 1
         super().__init__(whole, Cut(stage, stage + 1, embeds=stage == 0, head=last), "logits")
         self._module, self._stage, self._returns = (module,), stage, layout.vocabulary if last else layout.width
+        self._last, self._not_finite = last, 0
 
     def named_parameters(self, *args: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, each) for name, each in super().named_parameters(*args, **named) if each.requires_grad)
@@ -153,6 +156,12 @@ class ProgramSlice(Slice):
         output = _check_returned(self._stage, found, given)
         if output.shape[-1] != self._returns:
             raise ValueError(f"it returns {output.shape[-1]} numbers a token, and the run's {self._returns}")
+        # What comes in is finite: the network refuses the rest. Logits may be infinite, where a token is masked.
+        least, most = output.detach().aminmax()
+        is_good = not least.isnan() if self._last else bool(least.isfinite() and most.isfinite())
+        self._not_finite = 0 if is_good else self._not_finite + 1
+        if self._not_finite >= MOST_NOT_FINITE:
+            raise ValueError(f"it has returned NaN or infinity {MOST_NOT_FINITE} times in a row")
         return output
 
 

@@ -90,7 +90,8 @@ def simulate(
     ] = None,
 ) -> None:
     """Run a whole swarm in virtual time, faults included, and say how fast it would be and what holds it up."""
-    if scenario is not None and os.path.isfile(scenario):  # a pipe can be read once
+    # Not a pipe, which can be read once.
+    if scenario is not None and (os.path.isfile(scenario) or os.path.isdir(scenario) or not os.path.exists(scenario)):
         from noloco_node.sim.scenario.scenario import load_scenario
 
         load_scenario(scenario)  # before torch is loaded

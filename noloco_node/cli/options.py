@@ -386,7 +386,7 @@ class JoinOptions:
         typer.Option(
             metavar="SECONDS",
             min=0.1,
-            max=3600.0,
+            max=100.0,  # three renewals make the longest life of a record (`swarm.stage_records`)
             help="How often to tell the others of oneself and to read the roster.",
         ),
     ] = 10.0

@@ -57,7 +57,7 @@ def continuing_text(directory: Path, preset: str, adapter: AdapterConfig = NO_AD
     from pipeline.model_config import longest_sequence  # which loads torch
 
     positions = longest_sequence(config) or given["sequence_length"]
-    stages, length = min(given["stages"], config.num_hidden_layers), min(given["sequence_length"], positions)
+    stages, length = max(1, min(given["stages"], config.num_hidden_layers)), min(given["sequence_length"], positions)
     own_tokenizer: list[Path] = []
     before = run_of(directory) if (directory / NOTES).exists() else None
     if before is not None:
@@ -220,10 +220,10 @@ def _config_of(directory: Path) -> Any:
         )
     if not (directory / "config.json").is_file():
         raise _no_model(directory, "it has no config.json")
-    from transformers import AutoConfig
+    from noloco_node.planning.model_layout import published_config
 
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        config = published_config(directory, local_files_only=True)
     except Exception as error:  # what a wrong file makes transformers raise has no common type
         first, *more = str(error).splitlines() or [""]
         why = one_line(f"{first} {more[0]}" if more and first.endswith(":") else first or error)

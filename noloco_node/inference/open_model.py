@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from noloco_node.errors import UserError, config_error, one_line
 from noloco_node.export.huggingface import ADAPTER_WEIGHTS, quiet_unless_watched
 from noloco_node.export.sources import ADAPTER_CONFIG, ModelSource
+from noloco_node.planning.model_layout import published_config
 from noloco_node.storage.weight_store import WeightStore
 from pipeline.adapters.frozen_weights import is_linear
 
@@ -101,8 +102,14 @@ def _whole(directory: Path) -> Any:
 
     quiet_unless_watched()
     try:
+        config = published_config(directory, local_files_only=True)
         model, found = AutoModelForCausalLM.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False, dtype=torch.float32, output_loading_info=True
+            directory,
+            config=config,
+            local_files_only=True,
+            trust_remote_code=False,
+            dtype=torch.float32,
+            output_loading_info=True,
         )
     except Exception as error:  # what a wrong file makes transformers raise has no common type
         raise no_model(directory, one_line(error)) from error

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from noloco_node.errors import Exit, UserError, config_error, is_full_disk, one_line, reason_of, storage_error
 from noloco_node.planning.windows import BACKWARD, FROZEN_BACKWARD
 from noloco_node.run.config import ModelConfig, RunConfig
+from noloco_node.run.validation import oversized
 from noloco_node.units import format_bytes
 from pipeline import partition
 from pipeline.adapters import frozen_weights
@@ -27,7 +29,17 @@ from pipeline.messages import check_width
 from pipeline.model_config import Prepared, family_config, prepare
 from pipeline.stage import Stage
 
-_REFUSALS = (ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
+_REFUSALS = (
+    ValueError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    StrictDataclassError,
+    TypeError,
+)
 """Errors of transformers and torch where the sizes of a run file, perhaps a stranger's, fit no model."""
 _MOST_LAYOUTS = 64
 _layouts: dict[bytes, ModelLayout] = {}
@@ -323,9 +335,17 @@ def check_download(model: ModelConfig, most_bytes: int | None) -> None:
 def _config(model: ModelConfig) -> Any:
     if model.architecture is not None:
         return family_config(model.architecture, model.sizes)
-    from transformers import AutoConfig
-
     try:
-        return AutoConfig.from_pretrained(model.hub, revision=model.commit, trust_remote_code=False)
+        return published_config(model.hub, revision=model.commit)
     except (OSError, ValueError) as error:
         raise ValueError(f"{model.hub} holds no model config that transformers knows: {one_line(error)}") from error
+
+
+def published_config(place: str | Path | None, **options: Any) -> Any:
+    """Return the config of a checkpoint, a stranger's perhaps; raise ValueError if a size of it is too large."""
+    from transformers import AutoConfig, PretrainedConfig
+
+    given, _ = PretrainedConfig.get_config_dict(place, **options)
+    for name, value, why, _ in oversized(given):
+        raise ValueError(f"{name} = {value}: {why}")
+    return AutoConfig.from_pretrained(place, trust_remote_code=False, **options)

@@ -6,7 +6,7 @@ A run file may come from a stranger, and a peer allocates, loops and waits by it
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from math import prod
 from typing import Any
@@ -236,11 +236,20 @@ def _size(field: str, value: Any, largest: int, depth: int) -> Iterator[Problem]
     """Accept what JSON can say, finite, of bounded size and depth: it becomes part of a transformers config."""
     if isinstance(value, dict | list) and depth < 4 and len(value) <= 4096:
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _size(f"{field}.{key}", item, largest, depth + 1)
+            yield from _size(f"{field}.{key}", item, _LARGEST_SIZE.get(str(key), largest), depth + 1)
     elif isinstance(value, int | float):
         yield from within(field, value, -largest, largest)
     elif not isinstance(value, str):
         yield Problem(field, type(value).__name__, "a config of transformers holds no such value", "a number or a text")
+
+
+def oversized(sizes: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield each size of a transformers config that is too large: the library makes lists of so many layers at once."""
+    for name, value in sizes.items():
+        if isinstance(value, Mapping):
+            yield from oversized(value)
+        elif name in _LARGEST_SIZE and value is not None:
+            yield from _size(name, value, _LARGEST_SIZE[name], depth=0)
 
 
 def _pipeline(pipeline: config.PipelineConfig, layers: int | None) -> Iterator[Problem]:

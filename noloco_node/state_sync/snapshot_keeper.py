@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -33,6 +34,7 @@ from noloco_node.tasks import loop_s
 Shapes = tuple[tuple[int, ...], ...]  # of a stage's parameters
 REQUEST_S = 10.0
 RETRY_S = 5.0
+SOON_S = 5.0  # a peer that asks for an outline waits twice as long
 LOOK_S = 10.0  # between two looks at how far the stages are
 FAILURE_S = 120.0  # before a stage is tried again whose snapshot failed, or lay here damaged
 REPLICAS_ASKED = 3  # replicas that say round and norm before one of them is chosen
@@ -60,6 +62,7 @@ class SnapshotServer:
         self._donors: dict[int, Donor] = {}
         self._served = set[int]()
         self._counters: dict[int, ReplicaState] = {}
+        self._readings: dict[int, asyncio.Task[None]] = {}  # of stages whose counters are not known yet
         self._talking: Counter[int] = Counter()
         self._not_before_s: dict[int, float] = {}  # when to look again for weights that were of no use
 
@@ -118,7 +121,8 @@ class SnapshotServer:
         return self._counters[number] if parts is Parts.OUTLINE else state
 
     async def _converse(self, number: int, conversation: Conversation) -> None:
-        if self._is_busy_with_others(number) and not self._is_last(number):
+        is_busy = self._is_busy_with_others(number) and not self._is_last(number)
+        if is_busy or not await self._is_read_soon(number):
             await turn_away(conversation)
             return
         self._talking[number] += 1
@@ -126,6 +130,22 @@ class SnapshotServer:
             await self._donor(number).serve(conversation)
         finally:
             self._talking[number] -= 1
+
+    async def _is_read_soon(self, number: int) -> bool:
+        """Say whether a stage's counters are known in a moment, or nothing of it is here.
+
+        Gigabytes are read and hashed for them, which may take longer than a peer waits; so the reading goes on.
+        """
+        if number not in self._counters:
+            if number not in self._readings:
+                self._readings[number] = asyncio.create_task(self._look_up(number), name="snapshot")
+                self._readings[number].add_done_callback(lambda _: self._readings.pop(number))
+            await asyncio.wait({self._readings[number]}, timeout=SOON_S)
+        return number not in self._readings
+
+    async def _look_up(self, number: int) -> None:
+        with suppress(ConnectionAbortedError):  # as whoever asks is told
+            await self._provide(number, Parts.OUTLINE)
 
     def _is_busy_with_others(self, number: int) -> bool:
         """Say whether weights of another stage are on their way, or held for a peer."""

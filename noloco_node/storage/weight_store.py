@@ -270,4 +270,5 @@ def _not_these(
 def disk_errors(directory: Path) -> AbstractContextManager[None]:
     """Raise an `OSError` of the body as a `UserError` (STORAGE) that names the directory."""
     what = f"The files that the run starts from cannot be kept in {directory}."
-    return os_errors_as(storage_error, what, "free some space, or give another directory with --home")
+    hint = "free some space, allow more with --max-disk, or give another directory with --home"
+    return os_errors_as(storage_error, what, hint)

@@ -20,7 +20,7 @@ from torch.nn import functional
 from user_errors import user_error
 
 import noloco_node
-from noloco_node.api.program_stages import program_slice, tried
+from noloco_node.api.program_stages import MOST_NOT_FINITE, program_slice, tried
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal.events import InnerStep
 from noloco_node.machine.device import Device, WatchedDevice
@@ -278,6 +278,31 @@ async def test_a_stage_that_fails_later_ends_its_node_and_a_shortage_of_memory_d
     assert watched.failed.done() == (why is not None)
     if why is not None:
         assert why in watched.failed.result().why
+
+
+@pytest.mark.parametrize(("number", "odd"), [(0, math.inf), (1, -math.nan), (1, -math.inf), (2, math.nan)])
+def test_a_stage_that_goes_on_returning_nan_ends_its_node_by_its_name(tmp_path: Path, number: int, odd: float) -> None:
+    built = modules()
+    run = written(tmp_path, built)
+    stage = program_slice(number, built.__getitem__, foreign_layout(run), run)
+    inputs = torch.zeros(1, 2, WIDTH) if number else torch.zeros(1, 2, dtype=torch.int64)
+    few = (MOST_NOT_FINITE - 1) * [odd]
+    added = iter([*few, 0.0, *few, odd])
+    built[number].register_forward_hook(lambda _module, _given, made: made + next(added))
+    for _ in [*few, 0.0, *few]:
+        stage(inputs)
+    with pytest.raises(TrainingFailed, match=f"Stage {number} of the program") as failed:
+        stage(inputs)
+    assert "NaN" in failed.value.why
+
+
+def test_logits_of_masked_tokens_are_infinite(tmp_path: Path) -> None:
+    built = modules()
+    run = written(tmp_path, built)
+    stage = program_slice(2, built.__getitem__, foreign_layout(run), run)
+    built[2].register_forward_hook(lambda _module, _given, made: made.index_fill(2, torch.tensor([0]), -math.inf))
+    for _ in range(2 * MOST_NOT_FINITE):
+        stage(torch.zeros(1, 2, WIDTH))
 
 
 @pytest.mark.network

@@ -342,12 +342,23 @@ def test_a_run_that_goes_on_has_the_model_of_the_checkpoint(tmp_path: Path, fami
     assert {name: value for name, value in found.items() if value != given.get(name)}.keys() <= told
 
 
+def resize(directory: Path, **fields: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | fields))
+
+
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
         (lambda at: (at / "config.json").unlink(), "no config.json"),
         (lambda at: (at / "config.json").write_text("[]"), "none that transformers knows"),
         (lambda at: (at / "config.json").write_text('{"model_type": "nosuch"}'), "none that transformers knows"),
+        (
+            lambda at: resize(at, model_type="qwen2", num_hidden_layers=2**20),
+            "num_hidden_layers = 1048576: it is outside",
+        ),
+        (lambda at: resize(at, text_config={"vocab_size": 2**40}), "vocab_size = 1099511627776: it is outside"),
+        (lambda at: resize(at, num_hidden_layers=0), "the model has 0 layers"),
         (lambda at: [path.unlink() for path in at.glob("*.safetensors*")], "it has no safetensors file"),
         (lambda at: (at / "model.safetensors.index.json").write_text("{}"), "no table weight_map"),
         (

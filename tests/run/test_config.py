@@ -100,6 +100,11 @@ def test_it_loads_without_torch_or_transformers() -> None:
             "model.sizes.attention_types.0.1",
             "1,024",
         ),
+        (
+            "[model]\narchitecture = 'gemma3'\nsizes = {text_config = {num_hidden_layers = 2000000000}}\n",
+            "model.sizes.text_config.num_hidden_layers",
+            "1,024",
+        ),
         ("[model]\narchitecture = 'llama'\nsizes = {a = 2020-01-01}\n", "model.sizes.a", "number"),
         ("[model]\narchitecture = 'llama'\nsizes = {a = [[[[[1]]]]]}\n", "model.sizes.a.0.0.0.0", ""),
         (MODEL + "[pipeline]\nstages = 5\n", "pipeline.stages = 5", "4"),

@@ -33,6 +33,7 @@ from noloco_node.state_sync.download import SNAPSHOT, WeightsOf, ask_manifests
 from noloco_node.state_sync.replica_mean import ReplicaSummary
 from noloco_node.state_sync.snapshot_keeper import next_stage, possible
 from noloco_node.state_sync.starting_state import (
+    AGAIN_S,
     ATTEMPTS,
     FAR,
     MOST_TIMES,
@@ -453,6 +454,35 @@ async def test_weights_that_the_disk_has_damaged_are_read_once_in_a_while_howeve
         await asyncio.sleep(1.0)
     assert (len(reads), told[-1]) == (3, 1)
     assert all(later - earlier >= snapshot_keeper.FAILURE_S for earlier, later in pairwise(reads))
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("takes_s", [1.0, 12.0, 100.0])
+async def test_weights_that_take_long_to_read_are_offered_all_the_same(takes_s: float, saved: bool) -> None:
+    """A checkpoint has gigabytes, and is hashed: to give up would lose the stage."""
+    reads, shapes = list[float](), ((4,),)
+
+    async def slow(stage: int) -> Checkpoint:
+        reads.append(loop_s())
+        await asyncio.sleep(takes_s)
+        return Checkpoint(counters(stage=1), {"slow": (torch.ones(4),)})
+
+    async def answer(value: Any) -> Any:
+        return value
+
+    archive = SimpleNamespace(set_aside=lambda own: answer(None), stages=lambda: answer((1,)), slow=slow)
+    hub, device = SimNetwork(), SimpleNamespace(beside=at_once)
+    places: Any = (hub.network("keeper"), device, archive, [shapes, shapes], lambda size: 60.0, lambda number: False)
+    await snapshot_keeper.SnapshotServer(*places).begin(0)
+    newcomer, subject = hub.network("newcomer"), WeightsOf(1, shapes, SNAPSHOT)
+    for attempt in range(ATTEMPTS):
+        replies = await ask_manifests(newcomer, ["keeper"], subject)
+        if replies.manifests:
+            break
+        assert asks_again(replies.busy > 0, saved, attempt)
+        await asyncio.sleep(AGAIN_S)
+    assert replies.manifests["keeper"].round == counters(stage=1).round
+    assert len(reads) == 1
 
 
 async def test_what_a_stranger_asks_for_is_bounded() -> None:

@@ -45,7 +45,8 @@ def test_a_number_that_fits_no_model_is_refused_in_a_sentence(family: str) -> No
     """A family that is not refused has computed finite numbers at a tiny size: `verify_family` compares them."""
     rng = Random(family)
     drawn = [(rng.choice(numbers_of(family)), rng.choice((0, -1, 1e308, math.nan))) for _ in range(3)]
-    for name, value in [("num_attention_heads", 0), ("hidden_size", -1), *drawn]:
+    known = [("num_attention_heads", 0), ("hidden_size", -1), ("pad_token_id", 2**30), ("head_dim", 0.5)]
+    for name, value in [*known, *drawn]:
         with contextlib.suppress(UserError):
             model_layout(run_of(family, {name: value}))
 
