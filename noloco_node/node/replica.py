@@ -57,6 +57,7 @@ DRAIN_S = 30.0  # how long the blocking form of a round waits for what is in fli
 HEARING_S = 30.0  # bounds a proposal and its answer in a meeting; the timeout of an answer adapts to earlier answers
 IDLE_S = 5.0  # shorter waits are not reported
 USUAL_OF = 16  # inner steps whose median duration is usual
+LEFT_OUT = 8  # so many inner steps in a row that change nothing are told; one may be of an odd batch, or of memory
 LATE_STEPS = 5.0  # an inner step that takes so many times as long as usual is late: it has no speed any more
 CAUSES = {Wanted.REPLICA: WaitCause.REPLICA, Wanted.ROOM: WaitCause.ROOM, Wanted.ANSWER: WaitCause.ANSWER}
 
@@ -130,7 +131,7 @@ class Replica:
         self._tokens_per_s = 0.0
         self.seconds_per_step = 1.0  # the time from one inner step to the next, of the last window; 1 before the first
         self._durations: deque[float] = deque(maxlen=USUAL_OF)
-        self._stepped_at, self._busy_s = loop_s(), device.busy_s
+        self._stepped_at, self._busy_s, self._left_out = loop_s(), device.busy_s, 0
         self.awaits_text = False  # whether its source has asked for text that has not come
 
     def _round_context(self, weight_bytes: int) -> RoundContext:
@@ -169,8 +170,18 @@ class Replica:
         await in_pause()
         self.admission.next_window()
 
+    def _tell_left_out(self, applied: bool) -> None:
+        before, self._left_out = self._left_out, 0 if applied else self._left_out + 1
+        if self._left_out == LEFT_OUT:
+            why = "their gradients are NaN or infinite, or memory is short"
+            self._context.reporter.notice("steps", f"the last {LEFT_OUT} inner steps were left out: {why}")
+        elif applied and before >= LEFT_OUT:
+            text = f"inner steps change the weights again; {before} were left out"
+            self._context.reporter.notice("steps", text, over=True)
+
     def _note_step(self, outcomes: tuple[WindowOutcome, ...], rate: float, applied: bool) -> None:
         self.inner_steps += 1
+        self._tell_left_out(applied)
         now_s, tokens = loop_s(), len(outcomes) * self._context.run.pipeline.microbatch_tokens
         # A loss over no token is none: a foreign module may not say its loss.
         known_losses = [(each.loss, each.tokens) for each in outcomes if each.loss is not None and each.tokens]

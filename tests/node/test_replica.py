@@ -1,11 +1,16 @@
 """What is written from a replica's own memory is one state, however long writing takes; training goes on."""
 
 import asyncio
+import math
 from collections.abc import Callable
-from typing import TypeVar
+from itertools import groupby
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
 from torch import Tensor
 
@@ -15,11 +20,13 @@ from gossip.rounds.outer_optimiser import OuterOptimiser
 from gossip.transfer.chunks import HeldCopy
 from noloco_node.journal import events
 from noloco_node.machine.interface import DeviceLost
+from noloco_node.node.replica import LEFT_OUT, Replica
 from noloco_node.sim.hardware.memory_host import MemoryHost
 from noloco_node.sim.hardware.priced_stage import VirtualDevice
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.swarm.run_distribution import RunFileText
+from pipeline.stage import Stage, StepReport
 
 T = TypeVar("T")
 
@@ -167,3 +174,27 @@ async def test_a_device_that_is_lost_amid_an_outer_step_leaves_the_slow_weights_
     assert lost.counters.round > finished
     assert all(map(torch.equal, lost.saved.tensors["slow"], before)), "moved already when the step began"
     await leave(peers[1])
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 2 * LEFT_OUT)), max_size=8))
+def test_steps_left_out_in_a_row_are_told_once_and_their_end_too(stretches: list[tuple[bool, int]]) -> None:
+    told = list[bool]()
+    replica: Any = Replica.__new__(Replica)
+    notice = SimpleNamespace(notice=lambda what, text, over=False: told.append(over))
+    replica._left_out, replica._context = 0, SimpleNamespace(reporter=notice)
+    steps = [applied for applied, count in stretches for _ in range(count)]
+    for applied in steps:
+        replica._tell_left_out(applied)
+    rows = [len(list(row)) for applied, row in groupby(steps) if not applied]
+    long = sum(row >= LEFT_OUT for row in rows)
+    goes_on = bool(steps) and not steps[-1] and rows[-1] >= LEFT_OUT
+    assert told == ([False, True] * long)[: 2 * long - goes_on]
+
+
+async def test_an_owner_reads_that_steps_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stage, "step", lambda *_: StepReport(math.nan, False))
+    peer = Peer(SimNetwork(), recipe(stages=1, steps=LEFT_OUT + 2), "alone", 0)
+    await until(lambda: len(peer.of(events.InnerStep)) > LEFT_OUT)
+    peer.leave.set()
+    await asyncio.wait({peer.task})
+    assert any(f"{LEFT_OUT} inner steps were left out" in text for text in peer.said)
