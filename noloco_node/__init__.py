@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from types import ModuleType
 
-__version__ = "0.5.2"
+__version__ = "0.5.3"
 _HOMES = {
     "init": "run_files",
     "join": "peer",
