@@ -333,7 +333,8 @@ async def _end(task: asyncio.Task[Any] | None) -> None:
 def _said(error: Exception) -> str:
     if isinstance(error, UserError):
         return f"{error.what} {error.why}"
-    return reason_of(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    kind = type(error).__name__
+    return reason_of(error) if isinstance(error, OSError) else f"{kind}: {error}" if str(error) else kind
 
 
 def evaluation_quota(run: RunConfig) -> EvaluationQuota:
