@@ -30,7 +30,7 @@ from pipeline.stage import Stage
 BuildStage: TypeAlias = Callable[[int], nn.Module]
 _TOKENS = 2  # of the one sequence on which a stage is tried
 MOST_NOT_FINITE = 8
-"""Results with NaN in a row that end a node. Other peers refuse each; one may be of an odd batch."""
+"""A node ends after so many results in a row that are not finite. Others refuse each; one batch alone may be odd."""
 
 
 def stage_parameters(stage: int, module: nn.Module) -> dict[str, nn.Parameter]:
@@ -158,7 +158,7 @@ class ProgramSlice(Slice):
             raise ValueError(f"it returns {output.shape[-1]} numbers a token, and the run's {self._returns}")
         # What comes in is finite: the network refuses the rest. Logits may be infinite, where a token is masked.
         least, most = output.detach().aminmax()
-        is_good = not least.isnan() if self._last else bool(least.isfinite() and most.isfinite())
+        is_good = bool(~least.isnan() if self._last else least.isfinite() & most.isfinite())
         self._not_finite = 0 if is_good else self._not_finite + 1
         if self._not_finite >= MOST_NOT_FINITE:
             raise ValueError(f"it has returned NaN or infinity {MOST_NOT_FINITE} times in a row")

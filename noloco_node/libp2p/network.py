@@ -17,6 +17,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -254,7 +255,8 @@ class Libp2pNetwork:
                 why = await self._live(config, look_s)
                 if why is None:
                     before, doors = config, self._context.known_peers.beside(self._doors)
-                    config = await preflight(self._context, config, PreflightGoal(False, True), doors, self._tell)
+                    goal = PreflightGoal(identity=False, reach=True)  # our own name may still be in others' tables
+                    config = await preflight(self._context, config, goal, doors, self._tell)
                     look_s = reachability.LOOK_S if config != before else min(2 * look_s, reachability.MOST_LOOK_S)
                     continue
             except UserError as trouble:
@@ -302,7 +304,9 @@ class Libp2pNetwork:
             loop = asyncio.get_running_loop()
             tasks: set[asyncio.Task[None]] = {loop.create_task(joined.stay_joined(self._doors, met))}
             if self._settings.reach is Reachability.AUTO and preflight_goal(self._settings, identity_is_old=True).reach:
-                tasks.add(loop.create_task(joined.until_elsewhere(look_s)))
+                places = partial(joined.control.places, self._settings.timeouts.dht_s)
+                looking = reachability.until_elsewhere(joined.dialer, config, joined.neighbours, places, look_s)
+                tasks.add(loop.create_task(looking))
             self._joined = joined
             self._present.set()
             try:
@@ -464,9 +468,6 @@ class JoinedDaemon:
                     self.rejoined += len(answering)
                     await self._greet(answering)
             await asyncio.sleep(REJOIN_S)
-
-    async def until_elsewhere(self, look_s: float) -> None:
-        await reachability.until_elsewhere(self.dialer, self._config, self.neighbours, self._places, look_s)
 
     async def _greet(self, peers: Sequence[PeerAddress]) -> None:
         for each in peers:

@@ -13,7 +13,7 @@ dials nobody but the asker itself, so it cannot be used to knock at the doors of
 and says that. libp2p has such a service too (AutoNAT). It takes half a minute, asks for several peers, and its daemon
 keeps the result to itself.
 
-Lines get other addresses, and machines other lines, while a node is at work. So it goes on asking (`until_elsewhere`).
+While a node is at work, its line may get another address. So a node goes on asking (`until_elsewhere`).
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ _SEARCHES = 10
 _SEARCH_PAUSE_S = 0.2
 _MOST_ASKED = 3
 LOOK_S = 300.0  # between two times at which a peer at work asks how others reach it
-MOST_LOOK_S = 14_400.0
-_DOUBTS = 3  # so many times in a row: a busy machine may not be greeted in time
+MOST_LOOK_S = 14_400.0  # that time doubles up to this, after each start that changed nothing
+_DOUBTS = 3  # looks in a row that must agree: a busy machine may not greet a caller in time
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
 
 
@@ -316,9 +316,9 @@ async def until_elsewhere(
     own: Callable[[], Awaitable[Sequence[str]]],
     look_s: float,
 ) -> None:
-    """Return once other peers do not reach us as our daemon was started for, by all that were asked, again and again.
+    """Return once several looks in a row find that no peer asked reaches us as `config` says (`is_elsewhere`).
 
-    A line that got another address, say. `own`: tells where our daemon says that it is.
+    So it is where a line got another address. `own`: returns the addresses that our daemon announces.
     """
     doubts = 0
     while doubts < _DOUBTS:
@@ -337,7 +337,10 @@ def _outside(neighbours: Sequence[addresses.PeerAddress]) -> list[addresses.Peer
 
 
 def is_elsewhere(config: DaemonConfig, own: Sequence[str], said: ReachVerdict) -> bool:
-    """Say whether others do not reach a daemon with this config as it says, or could do so in a better way."""
+    """Say whether a daemon should start anew: others do not reach it as its config says, or could reach it better.
+
+    `own`: the addresses that it announces.
+    """
     is_direct = config.dialable and not config.relays
     if said.dialled:
         return not is_direct or not set(said.places) & set(own)

@@ -57,7 +57,7 @@ DRAIN_S = 30.0  # how long the blocking form of a round waits for what is in fli
 HEARING_S = 30.0  # bounds a proposal and its answer in a meeting; the timeout of an answer adapts to earlier answers
 IDLE_S = 5.0  # shorter waits are not reported
 USUAL_OF = 16  # inner steps whose median duration is usual
-LEFT_OUT = 8  # so many inner steps in a row that change nothing are told; one may be of an odd batch, or of memory
+LEFT_OUT = 8  # after so many inner steps in a row that change nothing the owner is told; one batch alone may be odd
 LATE_STEPS = 5.0  # an inner step that takes so many times as long as usual is late: it has no speed any more
 CAUSES = {Wanted.REPLICA: WaitCause.REPLICA, Wanted.ROOM: WaitCause.ROOM, Wanted.ANSWER: WaitCause.ANSWER}
 

@@ -47,12 +47,14 @@ class ServedPlace(NamedTuple):
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"
 
     def refused(self, option: str, error: OSError) -> UserError:
-        is_of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
-        place = "port" if is_of_port else "address, one of this machine,"
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            hint = f"give another port with {option}, or 0 for any that is free"
+        else:
+            hint = f"give an address of this machine with {option}"
         return UserError(
             f"Cannot serve {option} at {self.host}:{self.port}.",
             why="another program listens there" if error.errno == errno.EADDRINUSE else reason_of(error),
-            hint=f"give another {place} with {option}" + ", or 0 for any that is free" * is_of_port,
+            hint=hint,
             code=Exit.PORT_TAKEN,
         )
 
