@@ -185,7 +185,7 @@ async def test_a_taken_port_is_one_sentence(said: list[str]) -> None:
     async with served(said) as (_, url, _session):
         place = ServedPlace("127.0.0.1", port_of(url))
         elsewhere = ServedPlace("192.0.2.7", 0)  # kept for examples, so no machine has it
-        for each, hint in ((place, "give another port "), (elsewhere, "give another address, ")):
+        for each, hint in ((place, "give another port "), (elsewhere, "give an address of this machine ")):
             with user_error(Exit.PORT_TAKEN, rf"Cannot serve --web at {re.escape(each.host)}:\d+\.") as caught:
                 async with page_served(PagePlace(each, "")):
                     pass
